@@ -234,3 +234,35 @@ async fn hostile_clients_delay_no_other() {
     assert_eq!(wrong.receive().unwrap(), RedisReply::Error("ERR Protocol error: invalid bulk length".into()));
     assert!(wrong.receive().is_err(), "closed");
 }
+
+/// Waits until the node has closed a connection without a reply.
+fn is_closed_silently(connection: &mut RedisConnection) -> bool {
+    // Closing a socket with unread bytes resets it.
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(connection.receive(), Err(error) if matches!(error.kind(), UnexpectedEof | ConnectionReset | BrokenPipe))
+}
+
+#[test]
+fn web_page_cannot_command_the_node_through_a_browser() {
+    let (node, address) = store(None, &[]);
+    let mut good = RedisConnection::open(address).unwrap();
+    assert_eq!(good.line("SET mine x").unwrap(), ok());
+    let headers = "Host: localhost:6379\r\nContent-Length: 10\r\n\r\n";
+    let mut tls = vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3];
+    tls.extend(b"\r\nFLUSHALL\r\n");
+    for request in [format!("POST / HTTP/1.1\r\n{headers}FLUSHALL\r\n").into_bytes(), tls] {
+        let mut page = RedisConnection::open(address).unwrap();
+        page.send_bytes(&request).unwrap();
+        assert!(is_closed_silently(&mut page), "{}", request.escape_ascii());
+    }
+    // The first line of a request by GET looks like a command.
+    let mut page = RedisConnection::open(address).unwrap();
+    page.send_bytes(format!("GET / HTTP/1.1\r\n{headers}FLUSHALL\r\n").as_bytes()).unwrap();
+    while page.receive().is_ok() {}
+    assert_eq!(good.line("GET mine").unwrap(), RedisReply::Bulk(b"x".to_vec()));
+    let begin = Instant::now();
+    while !node.stderr().contains("HTTP or TLS at the Redis port") {
+        assert!(begin.elapsed() < larder_tests::PATIENCE, "no line: {}", node.stderr());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}

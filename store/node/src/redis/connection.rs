@@ -10,7 +10,7 @@ use crate::budget::{Account, BusyBound, Charge};
 use crate::connection::{ConnectionLimit, ScheduledSink, ScheduledSource, record_refusal};
 use crate::places::Place;
 use crate::tiers::NamespaceUser;
-use larder_redis::{Argument, Command, Decoded, Reply, RequestDecoder, command};
+use larder_redis::{Argument, Command, Decoded, ProtocolError, Reply, RequestDecoder, command};
 use larder_runtime::now;
 use larder_wire::{ByteSink, ByteSource};
 use std::io;
@@ -176,6 +176,11 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
             self.input.take(taken);
             let decoded = match decoded {
                 Ok(decoded) => decoded,
+                // Without a reply, which a web page might learn from.
+                Err(ProtocolError::OtherProtocol) => {
+                    self.record_other_protocol();
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, ProtocolError::OtherProtocol));
+                }
                 Err(error) => {
                     // The text helps to debug the client.
                     self.output.reply(&Reply::Error(format!("ERR {error}"))).await?;
@@ -198,6 +203,18 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
             if !self.input.fill(false).await? {
                 return Ok(None);
             }
+        }
+    }
+
+    fn record_other_protocol(&self) {
+        let node = &self.server.node;
+        node.metrics.redis_other_protocol.inc();
+        if let Some(connections) = node.refusals.other_protocols.record() {
+            let peer = self.peer.map_or("unknown address".to_string(), |peer| peer.to_string());
+            tracing::warn!(
+                %peer, connections,
+                "HTTP or TLS at the Redis port: a web page may be attacking through a browser; connection closed"
+            );
         }
     }
 
