@@ -234,3 +234,74 @@ async fn hostile_clients_delay_no_other() {
     assert_eq!(wrong.receive().unwrap(), RedisReply::Error("ERR Protocol error: invalid bulk length".into()));
     assert!(wrong.receive().is_err(), "closed");
 }
+
+/// Waits until the node has closed a connection without a reply.
+fn is_closed_silently(connection: &mut RedisConnection) -> bool {
+    // Closing a socket with unread bytes resets it.
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(connection.receive(), Err(error) if matches!(error.kind(), UnexpectedEof | ConnectionReset | BrokenPipe))
+}
+
+#[test]
+fn web_page_cannot_command_the_node_through_a_browser() {
+    let (node, address) = store(None, &[]);
+    let mut good = RedisConnection::open(address).unwrap();
+    assert_eq!(good.line("SET mine x").unwrap(), ok());
+    let headers = "Host: localhost:6379\r\nContent-Length: 10\r\n\r\n";
+    let mut tls = vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3];
+    tls.extend(b"\r\nFLUSHALL\r\n");
+    for request in [format!("POST / HTTP/1.1\r\n{headers}FLUSHALL\r\n").into_bytes(), tls] {
+        let mut page = RedisConnection::open(address).unwrap();
+        page.send_bytes(&request).unwrap();
+        assert!(is_closed_silently(&mut page), "{}", request.escape_ascii());
+    }
+    // The first line of a request by GET looks like a command.
+    let mut page = RedisConnection::open(address).unwrap();
+    page.send_bytes(format!("GET / HTTP/1.1\r\n{headers}FLUSHALL\r\n").as_bytes()).unwrap();
+    while page.receive().is_ok() {}
+    assert_eq!(good.line("GET mine").unwrap(), RedisReply::Bulk(b"x".to_vec()));
+    let begin = Instant::now();
+    while !node.stderr().contains("HTTP or TLS at the Redis port") {
+        assert!(begin.elapsed() < larder_tests::PATIENCE, "no line: {}", node.stderr());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn stranger_is_closed_when_idle_and_a_client_is_not() {
+    let (_node, address) = store(None, &["--idle-timeout", "10"]);
+    let mut client = RedisConnection::open(address).unwrap();
+    assert_eq!(client.line("PING").unwrap(), RedisReply::Simple("PONG".into()));
+    let mut strangers = [(); 3].map(|()| RedisConnection::open(address).unwrap());
+    strangers[1].send_bytes(b"*1\r\n$4\r\nPI").unwrap();
+    strangers[2].send_bytes(b"NONSENSE\r\n").unwrap();
+    assert!(matches!(strangers[2].receive().unwrap(), RedisReply::Error(_)));
+    for stranger in &mut strangers {
+        assert!(is_closed_silently(stranger), "the node waits at most 10 s for its first command");
+    }
+    assert_eq!(client.line("PING").unwrap(), RedisReply::Simple("PONG".into()), "a pool may keep it idle");
+}
+
+#[test]
+fn connection_before_its_first_command_costs_at_most_16_kib() {
+    const CONNECTIONS: usize = 400;
+    let (node, address) = store(None, &["--max-connections", "4096", "--request-memory", "256MiB"]);
+    let connect = |count: usize| -> Vec<RedisConnection> {
+        let connection = |_| {
+            let mut connection = RedisConnection::open(address).unwrap();
+            connection.send_bytes(b"*1\r\n").unwrap();
+            connection
+        };
+        let connections = (0..count).map(connection).collect();
+        std::thread::sleep(Duration::from_secs(1));
+        connections
+    };
+    // The first ones pay for pools of the allocator and of the runtime.
+    let warm = connect(50);
+    let before = node.memory_bytes("VmRSS");
+    let connections = connect(CONNECTIONS);
+    let added = node.memory_bytes("VmRSS").saturating_sub(before) / CONNECTIONS as u64;
+    println!("{added} bytes per connection");
+    assert!(added <= 16 << 10, "{added} bytes per connection");
+    drop((warm, connections));
+}

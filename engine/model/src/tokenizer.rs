@@ -34,6 +34,7 @@ pub struct Tokenizer {
     inner: Arc<Decoder>,
     eos_ids: Vec<u32>,
     token_bytes_max: usize,
+    is_linear: bool,
     chat: Option<ChatTemplateSource>,
     defaults: GenerationDefaults,
 }
@@ -129,7 +130,14 @@ impl Tokenizer {
             return Err(TokenizerError::Invalid { file: "tokenizer.json", reason });
         }
         let defaults = GenerationDefaults::from_json(&generation);
-        Ok(Tokenizer { inner: Arc::new(Decoder::new(inner)), eos_ids, token_bytes_max, chat, defaults })
+        let is_linear = tokenizer_rules::is_linear(bytes);
+        Ok(Tokenizer { inner: Arc::new(Decoder::new(inner)), eos_ids, token_bytes_max, is_linear, chat, defaults })
+    }
+
+    /// Returns `true` if the time for any text is known to grow linearly with its length. Other
+    /// tokenizers may take quadratic time.
+    pub fn is_linear(&self) -> bool {
+        self.is_linear
     }
 
     /// Length of the longest token in bytes, as the vocabulary spells it. It spells some bytes with

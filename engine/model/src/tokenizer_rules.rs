@@ -10,7 +10,7 @@
 //!   time.
 //! - A template adds at most [`ADDED_TOKENS_MAX`] tokens, and a model takes linear time per word.
 //!
-//! The tokenizers of Llama, Mistral and Qwen keep these rules.
+//! The tokenizers of Llama, Mistral and Qwen keep these rules, and have [`LINEAR_PATTERNS`] only.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -33,6 +33,19 @@ const WORD_CHARS_MAX: u64 = 200;
 const DEPTH_MAX: usize = 4;
 /// The only look-ahead in use: all blanks of a run but the last one.
 const LOOK_AHEAD: &str = r"\s+(?!\S)";
+
+/// Patterns in use. Each of their matches ends where its search ended, but for a few characters, so
+/// all matches of a text together take linear time.
+const LINEAR_PATTERNS: [&str; 4] = [
+    // GPT-2.
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    // Llama 3.
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    // Qwen 2 and 3.
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    // Mistral Nemo.
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+];
 
 /// Parts of a `tokenizer.json`. The vocabulary is skipped.
 #[derive(Deserialize)]
@@ -74,6 +87,24 @@ pub(crate) fn check(file: &[u8]) -> Result<(), String> {
         return Err(format!("it adds {added} tokens to a text; at most {ADDED_TOKENS_MAX} are supported"));
     }
     Ok(())
+}
+
+/// Returns `true` if a file that keeps the rules takes linear time for any text. A file with other
+/// patterns may, too.
+pub(crate) fn is_linear(file: &[u8]) -> bool {
+    let Ok(File { normalizer, pre_tokenizer, .. }) = serde_json::from_slice(file) else { return false };
+    [normalizer, pre_tokenizer].into_iter().all(|rules| parse(rules).is_ok_and(|rules| has_linear_patterns(&rules)))
+}
+
+fn has_linear_patterns(rules: &Value) -> bool {
+    match rules {
+        Value::Object(fields) => fields.iter().all(|(name, value)| match value.as_str() {
+            Some(pattern) if name == "Regex" => LINEAR_PATTERNS.contains(&pattern),
+            _ => has_linear_patterns(value),
+        }),
+        Value::Array(rules) => rules.iter().all(has_linear_patterns),
+        _ => true,
+    }
 }
 
 fn parse(rules: Option<&RawValue>) -> Result<Value, String> {
@@ -191,10 +222,14 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn verdict(changes: Value) -> Result<(), String> {
+    fn file_with(changes: Value) -> Value {
         let mut file = json!({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}});
         file.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
-        check(file.to_string().as_bytes())
+        file
+    }
+
+    fn verdict(changes: Value) -> Result<(), String> {
+        check(file_with(changes).to_string().as_bytes())
     }
 
     fn replace(pattern: Value, content: &str) -> Value {
@@ -225,7 +260,25 @@ mod tests {
             json!({"normalizer": {"type": "NFC"}, "pre_tokenizer": split(&qwen), "normaliser": null}),
             json!({"normalizer": marks, "post_processor": bos, "decoder": decoder}),
         ] {
-            assert_eq!(verdict(changes), Ok(()));
+            assert_eq!(verdict(changes.clone()), Ok(()));
+            assert!(is_linear(file_with(changes).to_string().as_bytes()));
+        }
+    }
+
+    #[test]
+    fn file_with_an_unusual_pattern_may_take_more_than_linear_time() {
+        let split = |regex: &str| json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated"});
+        for pattern in LINEAR_PATTERNS {
+            assert_eq!(verdict(json!({"pre_tokenizer": split(pattern)})), Ok(()));
+        }
+        let unusual = split(".*[^A-Z]|[A-Z]");
+        assert_eq!(verdict(json!({"pre_tokenizer": unusual})), Ok(()));
+        let nested = json!({"type": "Sequence", "pretokenizers": [split(LINEAR_PATTERNS[0]), unusual]});
+        let normalizer = replace(json!({"Regex": "a+b|a"}), "a");
+        for changes in
+            [json!({"pre_tokenizer": unusual}), json!({"pre_tokenizer": nested}), json!({"normalizer": normalizer})]
+        {
+            assert!(!is_linear(file_with(changes).to_string().as_bytes()));
         }
     }
 

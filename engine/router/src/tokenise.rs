@@ -10,14 +10,13 @@
 //! - Long texts in progress have at most [`LONG_BYTES_MAX`] together, or are a single one.
 //! - Texts that are not brief do not keep a thread that wakes up from a processor.
 //! - A text of one peer waits for a few texts of each other peer at most, however many those send.
+//! - A tokenizer that may take quadratic time delays only texts of other such tokenizers. It gets
+//!   no text whose pieces show that the whole would take it: see [`Growth`].
 
 use crate::background;
-use larder_http::PeerAddress;
+use larder_http::{PeerAddress, PeerLane};
 use larder_model::{Tokenizer, TokenizerError};
-use larder_runtime::lock::Mutex;
-use std::collections::BTreeMap;
-use std::sync::{Arc, Weak};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use std::time::Duration;
 use tokio::task::JoinError;
 
 /// Maximum size of a text in bytes, about a million tokens. It takes about 600 MB. A member may
@@ -43,6 +42,17 @@ const CHARGE_BYTES: usize = 1 << 10;
 const TOKEN_BYTES_MIN: usize = 16;
 /// Length of the pieces of a long text that are tokenised one by one, to see if it fits.
 const PIECE_BYTES: usize = 256 << 10;
+/// Length of the first pieces for a tokenizer that may take quadratic time. One piece then takes
+/// less than a second.
+const FIRST_PIECE_BYTES: usize = 16 << 10;
+/// Length of a longer piece, in lengths of its own pieces.
+const PIECE_GROWTH: usize = 4;
+/// Maximum time for a longer piece, as a multiple of that for its own pieces together.
+const GROWTH_MAX: u32 = 3;
+/// Maximum time for the first pieces per byte of text: ten times what a tokenizer usually takes.
+const BYTE_TIME_MAX: Duration = Duration::from_micros(10);
+/// Time that a measurement may be wrong by: pages that fault, and caches that are cold.
+const MEASURE_SLACK: Duration = Duration::from_millis(20);
 
 /// Maximum size of a text in bytes that may fit a context of `context` tokens.
 pub(crate) fn text_bytes_max(tokenizer: &Tokenizer, context: usize) -> usize {
@@ -53,30 +63,110 @@ pub(crate) fn text_bytes_max(tokenizer: &Tokenizer, context: usize) -> usize {
 pub(crate) enum EncodeError {
     /// The text has at least this number of tokens, more than the context.
     TooLong(usize),
+    /// The tokenizer takes far more than linear time for the text.
+    TooSlow,
     Tokenizer(TokenizerError),
 }
 
-/// Tokenises `text`. Stops early if it is far too long for `context` tokens.
+/// Message for the client of [`EncodeError::TooSlow`].
+pub(crate) const TOO_SLOW: &str =
+    "the model's tokenizer takes too long for this text; send a shorter one, or less of the same character in a row";
+
+/// Tokenises `text`. Stops early if it is far too long for `context` tokens, or if the tokenizer
+/// takes far more than linear time for it.
 pub(crate) fn encode(
     tokenizer: &Tokenizer,
     text: &str,
     add_special: bool,
     context: usize,
 ) -> Result<Vec<u32>, EncodeError> {
+    let count = |piece: &str| tokenizer.encode(piece, false).map(|tokens| tokens.len());
     // The sum over pieces exceeds the true number by a few tokens per cut. Twice the context
     // leaves room for that.
     let tokens_max = context.saturating_mul(2);
-    let mut tokens = 0;
-    let mut rest = if text.len() > PIECE_BYTES { text } else { "" };
-    while !rest.is_empty() {
-        let (piece, more) = rest.split_at(rest.floor_char_boundary(PIECE_BYTES));
-        tokens += tokenizer.encode(piece, false).map_err(EncodeError::Tokenizer)?.len();
-        if tokens > tokens_max {
-            return Err(EncodeError::TooLong(tokens));
+    if !tokenizer.is_linear() {
+        Growth { count, time: thread_time, tokens: 0, tokens_max }.check(text)?;
+    } else if text.len() > PIECE_BYTES {
+        let mut tokens = 0;
+        for piece in pieces(text, PIECE_BYTES) {
+            tokens += count(piece).map_err(EncodeError::Tokenizer)?;
+            if tokens > tokens_max {
+                return Err(EncodeError::TooLong(tokens));
+            }
         }
-        rest = more;
     }
     tokenizer.encode(text, add_special).map_err(EncodeError::Tokenizer)
+}
+
+/// Pieces of a text, cut between characters.
+fn pieces(text: &str, bytes: usize) -> impl Iterator<Item = &str> {
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        let (piece, more) = rest.split_at(rest.floor_char_boundary(bytes));
+        rest = more;
+        (!piece.is_empty()).then_some(piece)
+    })
+}
+
+/// Check that the time for a text grows no faster than its length, by pieces of it that grow. In
+/// linear time a piece takes as long as its own pieces together, and in quadratic time
+/// [`PIECE_GROWTH`] times as long.
+struct Growth<C, T> {
+    count: C,
+    /// Processor time so far.
+    time: T,
+    tokens: usize,
+    tokens_max: usize,
+}
+
+impl<C: FnMut(&str) -> Result<usize, TokenizerError>, T: FnMut() -> Duration> Growth<C, T> {
+    /// Tries all pieces of the text, and not the whole. In quadratic time the whole takes at most
+    /// [`PIECE_GROWTH`] times as long as the longest pieces together.
+    fn check(&mut self, text: &str) -> Result<(), EncodeError> {
+        let mut piece_bytes = FIRST_PIECE_BYTES;
+        if text.len() <= piece_bytes {
+            return Ok(());
+        }
+        while piece_bytes * PIECE_GROWTH < text.len() {
+            piece_bytes *= PIECE_GROWTH;
+        }
+        pieces(text, piece_bytes).try_for_each(|piece| self.measure(piece, piece_bytes).map(drop))
+    }
+
+    /// Returns the time for a piece of at most `piece_bytes`, after the check of its own pieces.
+    fn measure(&mut self, piece: &str, piece_bytes: usize) -> Result<Duration, EncodeError> {
+        let is_shortest = piece_bytes <= FIRST_PIECE_BYTES;
+        let limit = if is_shortest {
+            BYTE_TIME_MAX * piece.len() as u32
+        } else {
+            let mut together = Duration::ZERO;
+            for shorter in pieces(piece, piece_bytes / PIECE_GROWTH) {
+                together += self.measure(shorter, piece_bytes / PIECE_GROWTH)?;
+            }
+            together * GROWTH_MAX
+        };
+        let begin = (self.time)();
+        let tokens = (self.count)(piece).map_err(EncodeError::Tokenizer)?;
+        // The system may not tell the time once.
+        let taken = (self.time)().saturating_sub(begin);
+        if taken > limit + MEASURE_SLACK {
+            return Err(EncodeError::TooSlow);
+        }
+        if is_shortest {
+            self.tokens += tokens;
+            if self.tokens > self.tokens_max {
+                return Err(EncodeError::TooLong(self.tokens));
+            }
+        }
+        Ok(taken)
+    }
+}
+
+/// Processor time of this thread. Always zero on a system that does not tell.
+fn thread_time() -> Duration {
+    let stat = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    let nanoseconds = stat.split(' ').next().and_then(|time| time.parse().ok());
+    nanoseconds.map_or(Duration::ZERO, Duration::from_nanos)
 }
 
 /// Text of a prompt with which answers begin.
@@ -108,67 +198,45 @@ impl Echo {
 }
 
 /// Places for texts in progress.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct TokeniserQueue {
-    brief: Lane,
-    short: Lane,
-    long: Lane,
+    linear: Lanes,
+    /// For tokenizers that may take quadratic time.
+    other: Lanes,
 }
 
-/// Places of which all peers have the same part while they wait.
 #[derive(Debug)]
-struct Lane {
-    places: Arc<Semaphore>,
-    per_peer: usize,
-    /// Permits to wait for places, of the peers that have texts here.
-    peers: Mutex<BTreeMap<PeerAddress, Weak<Semaphore>>>,
+struct Lanes {
+    brief: PeerLane,
+    short: PeerLane,
+    long: PeerLane,
 }
 
-impl Default for TokeniserQueue {
+impl Default for Lanes {
     fn default() -> Self {
-        let short = || Lane::new(SHORT_MAX, SHORT_PER_PEER);
-        Self { brief: short(), short: short(), long: Lane::new(LONG_BYTES_MAX / CHARGE_BYTES, LONG_PER_PEER) }
-    }
-}
-
-impl Lane {
-    fn new(places: usize, per_peer: usize) -> Lane {
-        Lane { places: Arc::new(Semaphore::new(places)), per_peer, peers: Mutex::default() }
-    }
-
-    /// Waits for `places` places in the order of arrival, behind earlier texts of the same peer.
-    async fn enter(&self, peer: PeerAddress, places: u32) -> Option<(OwnedSemaphorePermit, OwnedSemaphorePermit)> {
-        let own = {
-            let mut peers = self.peers.lock();
-            peers.retain(|_, own| own.strong_count() > 0);
-            let known = peers.get(&peer).and_then(Weak::upgrade);
-            let own = known.unwrap_or_else(|| Arc::new(Semaphore::new(self.per_peer)));
-            peers.insert(peer, Arc::downgrade(&own));
-            own
-        };
-        // Neither is ever closed.
-        let own = own.acquire_owned().await.ok()?;
-        Some((own, self.places.clone().acquire_many_owned(places).await.ok()?))
+        let short = || PeerLane::new(SHORT_MAX, SHORT_PER_PEER);
+        Self { brief: short(), short: short(), long: PeerLane::new(LONG_BYTES_MAX / CHARGE_BYTES, LONG_PER_PEER) }
     }
 }
 
 impl TokeniserQueue {
-    /// Runs `work` on a thread of its own when there is room for its `bytes` of text. Waits in the
+    /// Runs `work` on a thread of its own when there is room for its bytes of text. Waits in the
     /// order of arrival, but for the part of each peer. Dropping the future ends the wait, but not
     /// the work.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         peer: PeerAddress,
-        bytes: usize,
+        (tokenizer, bytes): (&Tokenizer, usize),
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<T, JoinError> {
+        let lanes = if tokenizer.is_linear() { &self.linear } else { &self.other };
         let permits = if bytes <= BRIEF_BYTES_MAX {
-            self.brief.enter(peer, 1).await
+            lanes.brief.enter(peer, 1).await
         } else if bytes <= SHORT_BYTES_MAX {
-            self.short.enter(peer, 1).await
+            lanes.short.enter(peer, 1).await
         } else {
             let charge = bytes.min(LONG_BYTES_MAX).div_ceil(CHARGE_BYTES);
-            self.long.enter(peer, charge as u32).await
+            lanes.long.enter(peer, charge as u32).await
         };
         let work = move || {
             // Held by the work itself: it goes on if the client disconnects.
@@ -186,7 +254,7 @@ impl TokeniserQueue {
 mod tests {
     use super::*;
     use std::collections::BTreeMap;
-    use std::sync::mpsc;
+    use std::sync::{Arc, mpsc};
 
     fn peer(last: u8) -> PeerAddress {
         PeerAddress::of([10, 0, 0, last].into())
@@ -209,6 +277,76 @@ mod tests {
         // A cut falls between characters, also where that shortens a piece.
         let text = "éé ".repeat(PIECE_BYTES / 4);
         assert_eq!(encode(&tokenizer, &text, false, PIECE_BYTES).unwrap().len(), PIECE_BYTES / 4);
+    }
+
+    /// Tokenizer of words in which a run of capitals takes quadratic time.
+    fn quadratic() -> Tokenizer {
+        let json = serde_json::json!({"version": "1.0",
+            "pre_tokenizer": {"type": "Split", "pattern": {"Regex": ".*[^A-Z]|[A-Z]"}, "behavior": "Isolated",
+                "invert": false},
+            "model": {"type": "WordLevel", "vocab": {"A": 0, "?": 1}, "unk_token": "?"}});
+        let files = BTreeMap::from([("tokenizer.json".to_string(), json.to_string().into_bytes())]);
+        Tokenizer::from_untrusted_files(&files).unwrap()
+    }
+
+    #[test]
+    fn text_of_quadratic_time_is_refused_before_the_whole_takes_it() {
+        // Each piece takes this time per byte, and the square of its length.
+        let steps = |text_bytes: usize, square: u64| {
+            let spent = std::cell::Cell::new(0u64);
+            let mut longest = 0;
+            let mut count = |piece: &str| {
+                longest = longest.max(piece.len());
+                let bytes = piece.len() as u64;
+                spent.set(spent.get() + 1000 * bytes + square * bytes * bytes / 1024);
+                Ok(piece.len())
+            };
+            let text = "A".repeat(text_bytes);
+            let time = || Duration::from_nanos(spent.get());
+            let checked = Growth { count: &mut count, time, tokens: 0, tokens_max: usize::MAX }.check(&text);
+            (checked.is_ok(), longest, time())
+        };
+        const MIB: usize = 1 << 20;
+        // Pieces of 16 KiB, 64 KiB, 256 KiB and 1 MiB.
+        assert_eq!(steps(4 * MIB, 0), (true, MIB, Duration::from_micros(4 * 4 * MIB as u64)));
+        // The first piece shows it.
+        let (is_ok, longest, spent) = steps(4 * MIB, 1000);
+        assert!(!is_ok && longest == FIRST_PIECE_BYTES && spent < Duration::from_secs(1), "{spent:?}");
+        // The first pieces take linear time, almost.
+        let (is_ok, longest, spent) = steps(4 * MIB, 10);
+        assert!(!is_ok && longest == MIB && spent < Duration::from_secs(20), "{longest} {spent:?}");
+        assert!(steps(64 << 10, 10).0, "as a whole it takes little");
+    }
+
+    #[test]
+    fn tokenizer_of_an_unusual_pattern_is_watched() {
+        let tokenizer = quadratic();
+        assert!(!tokenizer.is_linear() && words().is_linear());
+        let text = "A".repeat(FIRST_PIECE_BYTES / 4);
+        assert_eq!(encode(&tokenizer, &text, false, text.len()).unwrap(), vec![0; text.len()]);
+        // Linear for this tokenizer, too.
+        let text = "a ".repeat(FIRST_PIECE_BYTES);
+        assert_eq!(encode(&tokenizer, &text, false, text.len()).unwrap().len(), 1);
+        assert!(matches!(
+            encode(&tokenizer, &"A".repeat(TEXT_BYTES_MAX), false, usize::MAX),
+            Err(EncodeError::TooSlow)
+        ));
+    }
+
+    #[tokio::test]
+    async fn tokenizers_that_may_be_slow_delay_no_others() {
+        let (slow, fast) = (quadratic(), words());
+        let queue = TokeniserQueue::default();
+        let (end, wait) = mpsc::channel::<()>();
+        let mut long = Box::pin(queue.run(peer(1), (&slow, LONG_BYTES_MAX), move || wait.recv().is_ok()));
+        assert!(futures::poll!(&mut long).is_pending());
+        let mut second = Box::pin(queue.run(peer(2), (&slow, LONG_BYTES_MAX), || ()));
+        assert!(futures::poll!(&mut second).is_pending());
+        assert_eq!(queue.run(peer(1), (&fast, LONG_BYTES_MAX), || 7).await.unwrap(), 7);
+        assert!(futures::poll!(&mut second).is_pending());
+        end.send(()).unwrap();
+        assert!(long.await.unwrap());
+        second.await.unwrap();
     }
 
     #[test]
@@ -238,6 +376,7 @@ mod tests {
 
     #[tokio::test]
     async fn only_brief_texts_have_full_priority() {
+        let tokenizer = words();
         use background::tests::{background_niceness, niceness};
         let queue = TokeniserQueue::default();
         for (bytes, expected) in [
@@ -245,20 +384,21 @@ mod tests {
             (BRIEF_BYTES_MAX + 1, background_niceness()),
             (SHORT_BYTES_MAX + 1, background_niceness()),
         ] {
-            assert_eq!(queue.run(peer(1), bytes, niceness).await.unwrap(), expected, "{bytes} bytes");
+            assert_eq!(queue.run(peer(1), (&tokenizer, bytes), niceness).await.unwrap(), expected, "{bytes} bytes");
         }
     }
 
     #[tokio::test]
     async fn short_texts_pass_long_ones_and_long_ones_wait_for_each_other() {
+        let tokenizer = words();
         let queue = TokeniserQueue::default();
         let (end, wait) = mpsc::channel::<()>();
-        let long = queue.run(peer(1), LONG_BYTES_MAX * 3, move || wait.recv().is_ok());
+        let long = queue.run(peer(1), (&tokenizer, LONG_BYTES_MAX * 3), move || wait.recv().is_ok());
         let mut long = Box::pin(long);
         assert!(futures::poll!(&mut long).is_pending());
-        let mut second = Box::pin(queue.run(peer(2), SHORT_BYTES_MAX + 1, || ()));
+        let mut second = Box::pin(queue.run(peer(2), (&tokenizer, SHORT_BYTES_MAX + 1), || ()));
         assert!(futures::poll!(&mut second).is_pending());
-        assert_eq!(queue.run(peer(1), SHORT_BYTES_MAX, || 7).await.unwrap(), 7);
+        assert_eq!(queue.run(peer(1), (&tokenizer, SHORT_BYTES_MAX), || 7).await.unwrap(), 7);
         assert!(futures::poll!(&mut second).is_pending());
         end.send(()).unwrap();
         assert!(long.await.unwrap());
@@ -267,19 +407,22 @@ mod tests {
 
     #[tokio::test]
     async fn brief_texts_pass_short_ones_of_many_peers() {
+        let tokenizer = words();
         let queue = TokeniserQueue::default();
         let (end, wait) = mpsc::channel::<()>();
         let wait = Arc::new(std::sync::Mutex::new(wait));
         let mut crowd: Vec<_> = (0..2 * SHORT_MAX as u8)
             .map(|at| {
                 let wait = wait.clone();
-                Box::pin(queue.run(peer(at), SHORT_BYTES_MAX, move || wait.lock().unwrap().recv().is_ok()))
+                Box::pin(
+                    queue.run(peer(at), (&tokenizer, SHORT_BYTES_MAX), move || wait.lock().unwrap().recv().is_ok()),
+                )
             })
             .collect();
         for text in &mut crowd {
             assert!(futures::poll!(text).is_pending());
         }
-        let brief = queue.run(peer(100), BRIEF_BYTES_MAX, || 7);
+        let brief = queue.run(peer(100), (&tokenizer, BRIEF_BYTES_MAX), || 7);
         let ended = tokio::time::timeout(std::time::Duration::from_secs(30), brief).await;
         assert_eq!(ended.expect("it waits for no short text").unwrap(), 7);
         drop(end);
@@ -288,6 +431,7 @@ mod tests {
 
     #[tokio::test]
     async fn texts_of_a_crowd_do_not_delay_those_of_another_peer() {
+        let tokenizer = words();
         for bytes in [BRIEF_BYTES_MAX, SHORT_BYTES_MAX, LONG_BYTES_MAX] {
             let queue = TokeniserQueue::default();
             let (end, wait) = mpsc::channel::<()>();
@@ -296,11 +440,12 @@ mod tests {
                 let wait = wait.clone();
                 move || wait.lock().unwrap().recv().is_ok()
             };
-            let mut crowd: Vec<_> = (0..100).map(|_| Box::pin(queue.run(peer(1), bytes, work()))).collect();
+            let mut crowd: Vec<_> =
+                (0..100).map(|_| Box::pin(queue.run(peer(1), (&tokenizer, bytes), work()))).collect();
             for text in &mut crowd {
                 assert!(futures::poll!(text).is_pending());
             }
-            let mut other = Box::pin(queue.run(peer(2), bytes, || 7));
+            let mut other = Box::pin(queue.run(peer(2), (&tokenizer, bytes), || 7));
             assert!(futures::poll!(&mut other).is_pending());
             // One text of the crowd ends.
             end.send(()).unwrap();
@@ -308,9 +453,9 @@ mod tests {
             assert_eq!(ended.expect("it waits for one text at most").unwrap(), 7);
             drop(end);
             futures::future::join_all(crowd).await;
-            assert!(queue.run(peer(3), bytes, || true).await.unwrap());
-            for lane in [&queue.brief, &queue.short, &queue.long] {
-                assert!(lane.peers.lock().len() <= 1, "peers without texts are forgotten");
+            assert!(queue.run(peer(3), (&tokenizer, bytes), || true).await.unwrap());
+            for lane in [&queue.linear.brief, &queue.linear.short, &queue.linear.long] {
+                assert!(lane.peers() <= 1, "peers without texts are forgotten");
             }
         }
     }

@@ -19,7 +19,7 @@ use axum::body::Bytes;
 use larder_client::{Client, ClientOptions, Member, Registration};
 use larder_format::NamespaceDescriptor;
 use larder_format::codec::DecodeError;
-use larder_http::{AllowedHosts, HttpOptions, HttpServer};
+use larder_http::{AllowedHosts, HttpOptions, HttpServer, PeerBudget};
 use larder_model::{ForwardError, KvPool, LoadError, Model, Tokenizer, TokenizerError, numerics, speed};
 use larder_runtime::lock::Mutex;
 use std::collections::BTreeMap;
@@ -31,7 +31,6 @@ use std::time::Duration;
 use thiserror::Error;
 use tokio::net::TcpListener;
 use tokio::runtime::Handle;
-use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -233,8 +232,7 @@ async fn launch(
         state,
         store: store.clone(),
         commits,
-        // The semaphore panics above its maximum.
-        queue: Arc::new(Semaphore::new(options.queue_max.min(Semaphore::MAX_PERMITS))),
+        queue: PeerBudget::new(options.queue_max),
         sender: sender.clone(),
         next_id: AtomicU64::new(1),
         stop: stop.clone(),

@@ -4,17 +4,22 @@
 //! - The event loop and the scheduler never compile. At most [`COMPILATIONS_MAX`] threads do.
 //! - Requests with a constraint of the last [`RECENT_MAX`] ones do not compile it again.
 //!
-//! The router has tried out each constraint in a process of its own, so a compilation here ends.
+//! - Compilations of one peer leave a place to the next one.
+//!
+//! The router has tried out each constraint in a process of its own, so a compilation for it ends
+//! soon. Other clients of the engine's port have tried nothing.
 
 use crate::api::{ApiError, ErrorCode};
+use larder_http::{PeerAddress, PeerLane};
 use larder_model::{Constraint, Guide, GuideError, GuideFactory, Tokenizer};
 use larder_runtime::lock::Mutex;
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
-use tokio::sync::Semaphore;
 
 /// Maximum number of compilations at a time.
-const COMPILATIONS_MAX: usize = 2;
+const COMPILATIONS_MAX: usize = 4;
+/// Compilations of one peer that run or wait for a place. Its others wait for these.
+const COMPILATIONS_PER_PEER: usize = 3;
 /// Number of compiled constraints to keep: the choices and prompts of a request have the same one,
 /// and agents send the same tools again. A large one takes some megabytes.
 const RECENT_MAX: usize = 16;
@@ -29,7 +34,7 @@ pub(crate) struct Guides {
     factory: OnceLock<Result<GuideFactory, GuideError>>,
     /// Latest use last.
     recent: Mutex<Recent>,
-    compilations: Arc<Semaphore>,
+    compilations: PeerLane,
 }
 
 impl Guides {
@@ -40,23 +45,27 @@ impl Guides {
             eos_tokens,
             factory: OnceLock::new(),
             recent: Mutex::default(),
-            compilations: Arc::new(Semaphore::new(COMPILATIONS_MAX)),
+            compilations: PeerLane::new(COMPILATIONS_MAX, COMPILATIONS_PER_PEER),
         })
     }
 
     /// Returns a guide at the start of `constraint`.
-    pub(crate) async fn get(self: &Arc<Self>, constraint: &Arc<Constraint>) -> Result<Guide, ApiError> {
+    pub(crate) async fn get(
+        self: &Arc<Self>,
+        constraint: &Arc<Constraint>,
+        peer: PeerAddress,
+    ) -> Result<Guide, ApiError> {
         let stopped = || ApiError::new(ErrorCode::Internal, "the engine could not compile the constraint");
         // Requests that wait share its tables. The first step of each copies them.
         if let Some(guide) = self.known(constraint) {
             return Ok(guide);
         }
-        let permit = self.compilations.clone().acquire_owned().await.map_err(|_| stopped())?;
+        let place = self.compilations.enter(peer, 1).await.ok_or_else(stopped)?;
         let guides = self.clone();
         let constraint = constraint.clone();
         let compiled = tokio::task::spawn_blocking(move || {
             // In here: a client that disconnects must not free the place of a running compilation.
-            let _permit = permit;
+            let _place = place;
             guides.known_or_compiled(&constraint)
         });
         compiled.await.map_err(|_| stopped())?.map_err(|error| match error {

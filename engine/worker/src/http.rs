@@ -6,13 +6,13 @@
 //! - When a client disconnects, the scheduler learns of it at once, whatever the state of the
 //!   request.
 //! - Every wait for the scheduler ends shortly after the request's deadline.
+//! - No peer takes all places of the queue, or all compilations of constraints.
 
 use crate::api::{
-    self, ApiError, BODY_BYTES_MAX, CONTENT_TYPE_NDJSON, CacheMode, DecodeEvent, DecodeRequest, EngineInfo,
-    EngineState, ErrorCode, FORGET_HOLD_MS_MAX, ForgetRequest, ForgetResponse, HEADER_RETRY_AFTER_MS, PATH_DECODE,
-    PATH_FLUSH, PATH_FORGET, PATH_HEALTH, PATH_METRICS, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL, PATH_STATE,
-    PROMPT_EVENT_TOKENS, PROMPT_LOGPROBS_TOKENS_MAX, PrefillRequest, PrefillResponse, REQUEST_ID_BYTES_MAX,
-    SamplingParams,
+    self, ApiError, CONTENT_TYPE_NDJSON, CacheMode, DecodeEvent, DecodeRequest, EngineInfo, EngineState, ErrorCode,
+    FORGET_HOLD_MS_MAX, ForgetRequest, ForgetResponse, HEADER_RETRY_AFTER_MS, PATH_DECODE, PATH_FLUSH, PATH_FORGET,
+    PATH_HEALTH, PATH_METRICS, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL, PATH_STATE, PROMPT_EVENT_TOKENS,
+    PROMPT_LOGPROBS_TOKENS_MAX, PrefillRequest, PrefillResponse, REQUEST_ID_BYTES_MAX, SamplingParams,
 };
 use crate::commits::Commits;
 use crate::guides::Guides;
@@ -22,13 +22,12 @@ use crate::sequence::{AwaitedPages, DecodeOutput, OutputSpec, PrefillOutput, Req
 use crate::store::PageStore;
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::rejection::BytesRejection;
-use axum::extract::{DefaultBodyLimit, Json, Path, State};
+use axum::extract::{FromRequest, Json, Path, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use larder_format::{PageKey, page_keys};
-use larder_http::Refusal;
+use larder_http::{PeerAddress, PeerBudget, PeerCharge, Refusal, RequestBody};
 use larder_model::{Guide, Tokenizer};
 use larder_runtime::lock::Mutex;
 use serde::de::DeserializeOwned;
@@ -37,7 +36,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 /// Maximum number of stream events beside the tokens: start, and end or error, with one to spare.
@@ -53,6 +52,8 @@ const RESPONSE_GRACE: Duration = Duration::from_secs(1);
 /// go to a blocking thread.
 const PARSE_INLINE_BYTES_MAX: usize = 256 << 10;
 
+type BodyRejection = <RequestBody as FromRequest<Arc<AppState>>>::Rejection;
+
 pub(crate) struct AppState {
     pub(crate) info: EngineInfo,
     pub(crate) vocab: usize,
@@ -66,9 +67,9 @@ pub(crate) struct AppState {
     pub(crate) state: Arc<Mutex<EngineState>>,
     pub(crate) store: Arc<dyn PageStore>,
     pub(crate) commits: Arc<Commits>,
-    /// Free places in the queue. A request holds one permit until it is admitted, so the semaphore
-    /// bounds the scheduler's queue.
-    pub(crate) queue: Arc<Semaphore>,
+    /// Places in the queue. A request holds one from before its constraint is compiled until it is
+    /// admitted, so they bound the scheduler's queue. A router is one peer, and has three quarters.
+    pub(crate) queue: Arc<PeerBudget>,
     pub(crate) sender: flume::Sender<SchedulerEvent>,
     pub(crate) next_id: AtomicU64,
     pub(crate) stop: CancellationToken,
@@ -101,7 +102,6 @@ pub(crate) fn router(app: Arc<AppState>) -> Router {
         .fallback(|| async {
             ApiError::new(ErrorCode::NotFound, "no such endpoint; see the list of paths in the documentation")
         })
-        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
         .with_state(app)
 }
 
@@ -161,9 +161,9 @@ struct RequestParams {
 
 async fn prefill(
     State(app): State<Arc<AppState>>,
-    body: Result<Bytes, BytesRejection>,
+    body: Result<RequestBody, BodyRejection>,
 ) -> Result<Json<PrefillResponse>, ApiError> {
-    let PrefillRequest { request_id, tokens, cache, deadline_ms } = app.accept(body).await?;
+    let (PrefillRequest { request_id, tokens, cache, deadline_ms }, peer) = app.accept(body).await?;
     let params = RequestParams { request_id, tokens, cache, deadline_ms };
     app.check(&params).map_err(|e| app.refused(e))?;
     let pages = (params.tokens.len() - 1) / app.info.page_tokens as usize;
@@ -174,15 +174,16 @@ async fn prefill(
     }
     let (reply, answer) = oneshot::channel();
     let kind = RequestKind::Prefill(PrefillOutput { reply, commits: Vec::new() });
-    let caller = app.submit(params, kind).await.map_err(|e| app.refused(e))?;
+    let place = app.place(peer).map_err(|e| app.refused(e))?;
+    let caller = app.submit(params, kind, place).await.map_err(|e| app.refused(e))?;
     caller.wait(async { answer.await.ok() }).await?.map(Json)
 }
 
 async fn forget(
     State(app): State<Arc<AppState>>,
-    body: Result<Bytes, BytesRejection>,
+    body: Result<RequestBody, BodyRejection>,
 ) -> Result<Json<ForgetResponse>, ApiError> {
-    let ForgetRequest { tokens, hold_ms, deadline_ms } = app.accept(body).await?;
+    let (ForgetRequest { tokens, hold_ms, deadline_ms }, _) = app.accept(body).await?;
     if hold_ms > FORGET_HOLD_MS_MAX {
         let message = format!("hold_ms is {hold_ms}; it must be at most {FORGET_HOLD_MS_MAX}");
         return Err(ApiError::new(ErrorCode::BadRequest, message));
@@ -224,9 +225,12 @@ async fn flush(State(app): State<Arc<AppState>>) -> Result<Json<ForgetResponse>,
         .unwrap_or_else(|_| Err(ApiError::new(ErrorCode::Deadline, "the engine is computing; repeat the request")))
 }
 
-async fn decode(State(app): State<Arc<AppState>>, body: Result<Bytes, BytesRejection>) -> Result<Response, ApiError> {
-    let DecodeRequest { request_id, tokens, sampling, await_pages, cached_pages, cache, deadline_ms } =
-        app.accept(body).await?;
+async fn decode(
+    State(app): State<Arc<AppState>>,
+    body: Result<RequestBody, BodyRejection>,
+) -> Result<Response, ApiError> {
+    let (request, peer): (DecodeRequest, _) = app.accept(body).await?;
+    let DecodeRequest { request_id, tokens, sampling, await_pages, cached_pages, cache, deadline_ms } = request;
     let mut params = RequestParams { request_id, tokens, cache, deadline_ms };
     app.check(&params).and_then(|()| app.check_sampling(&sampling, params.tokens.len())).map_err(|e| app.refused(e))?;
     if sampling.prompt_logprobs.is_some() {
@@ -238,10 +242,11 @@ async fn decode(State(app): State<Arc<AppState>>, body: Result<Bytes, BytesRejec
     // Room for the whole answer, so that a slow client never blocks a step.
     let (events, mut answer) = mpsc::channel(max_tokens + prompt_events + NON_TOKEN_EVENTS_MAX);
     let pages = AwaitedPages { awaited: await_pages as usize, cached: cached_pages.map(|pages| pages as usize) };
-    let guide = app.guide(&sampling, deadline_ms).await.map_err(|e| app.refused(e))?;
+    let place = app.place(peer).map_err(|e| app.refused(e))?;
+    let guide = app.guide(&sampling, peer, deadline_ms).await.map_err(|e| app.refused(e))?;
     let spec = OutputSpec { max_tokens, eos_tokens: app.eos_tokens.clone(), prompt: &params.tokens, guide };
     let output = DecodeOutput::new(&sampling, spec, pages, &app.tokenizer, events);
-    let caller = app.submit(params, RequestKind::Decode(Box::new(output))).await.map_err(|e| app.refused(e))?;
+    let caller = app.submit(params, RequestKind::Decode(Box::new(output)), place).await.map_err(|e| app.refused(e))?;
     // The status line is not sent before the first event, so an error can still set the HTTP
     // status.
     match caller.wait(answer.recv()).await? {
@@ -285,16 +290,18 @@ fn engine_stopped() -> ApiError {
 impl AppState {
     async fn accept<T: DeserializeOwned + Send + 'static>(
         &self,
-        body: Result<Bytes, BytesRejection>,
-    ) -> Result<T, ApiError> {
+        body: Result<RequestBody, BodyRejection>,
+    ) -> Result<(T, PeerAddress), ApiError> {
+        let bad = |problem: String| self.refused(ApiError::new(ErrorCode::BadRequest, problem));
+        let RequestBody { bytes, charge, peer } = body.map_err(|(_, problem)| bad(problem.into()))?;
         let parse = |bytes: Bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string());
-        let parsed = match body {
-            Ok(bytes) if bytes.len() <= PARSE_INLINE_BYTES_MAX => parse(bytes),
+        let parsed = match bytes.len() {
+            ..=PARSE_INLINE_BYTES_MAX => parse(bytes),
             // Parsing a long prompt takes milliseconds.
-            Ok(bytes) => tokio::task::spawn_blocking(move || parse(bytes)).await.unwrap_or_else(|e| Err(e.to_string())),
-            Err(rejection) => Err(rejection.body_text()),
+            _ => tokio::task::spawn_blocking(move || parse(bytes)).await.unwrap_or_else(|e| Err(e.to_string())),
         };
-        parsed.map_err(|problem| self.refused(ApiError::new(ErrorCode::BadRequest, problem)))
+        drop(charge);
+        Ok((parsed.map_err(bad)?, peer))
     }
 
     fn refused(&self, error: ApiError) -> ApiError {
@@ -345,30 +352,41 @@ impl AppState {
     }
 
     /// Guide of a request's constraint, if it has one.
-    async fn guide(&self, sampling: &SamplingParams, deadline_ms: u64) -> Result<Option<Guide>, ApiError> {
+    async fn guide(
+        &self,
+        sampling: &SamplingParams,
+        peer: PeerAddress,
+        deadline_ms: u64,
+    ) -> Result<Option<Guide>, ApiError> {
         let Some(constraint) = &sampling.constraint else { return Ok(None) };
         let limit = Duration::from_millis(deadline_ms).min(self.request_timeout);
-        let compiled = tokio::time::timeout(limit, self.guides.get(constraint)).await;
+        let compiled = tokio::time::timeout(limit, self.guides.get(constraint, peer)).await;
         let late = || ApiError::new(ErrorCode::Deadline, "the constraint was not compiled within the request's time");
         compiled.map_err(|_| late())?.map(Some)
     }
 
-    /// Hands a validated request to the scheduler. Refuses it with `busy` if the queue is full or
-    /// the engine is stopping.
-    async fn submit(&self, params: RequestParams, kind: RequestKind) -> Result<CallerGuard, ApiError> {
+    /// Takes a place in the queue. Refuses with `busy` if the queue has none left for this peer: at
+    /// once, so that the router can try another engine.
+    fn place(&self, peer: PeerAddress) -> Result<PeerCharge, ApiError> {
+        self.queue.of(peer).take(1).ok_or_else(|| {
+            ApiError::busy("the engine's queue is full; retry later or use another engine", RETRY_AFTER_MS)
+        })
+    }
+
+    /// Hands a validated request to the scheduler. Refuses it with `busy` if the engine is
+    /// stopping.
+    async fn submit(
+        &self,
+        params: RequestParams,
+        kind: RequestKind,
+        queue_place: PeerCharge,
+    ) -> Result<CallerGuard, ApiError> {
         if self.stop.is_cancelled() {
             return Err(ApiError::busy(
                 "the engine is shutting down; send the request to another engine",
                 RETRY_AFTER_MS,
             ));
         }
-        // `try_acquire`: a full queue refuses at once, so that the router can try another engine.
-        let Ok(queue_permit) = self.queue.clone().try_acquire_owned() else {
-            return Err(ApiError::busy(
-                "the engine's queue is full; retry later or use another engine",
-                RETRY_AFTER_MS,
-            ));
-        };
         let cancel = CancellationToken::new();
         // The cap bounds the time that a client can hold pages.
         let deadline = Instant::now() + Duration::from_millis(params.deadline_ms).min(self.request_timeout);
@@ -381,7 +399,7 @@ impl AppState {
             kind,
             deadline,
             cancel: cancel.clone(),
-            queue_permit,
+            queue_place,
         };
         let caller =
             CallerGuard { cancel, sender: self.sender.clone(), answer_deadline: (deadline + RESPONSE_GRACE).into() };

@@ -56,8 +56,8 @@ pub struct EngineOptions {
     /// Maximum number of sequences per step. Twice as many requests may hold pages. Default 64,
     /// minimum 1.
     pub max_batch: usize,
-    /// Maximum number of requests that wait for pages. The engine refuses further ones as busy.
-    /// Default 256, minimum 1.
+    /// Maximum number of requests that wait for pages. The engine refuses further ones as busy. The
+    /// clients of one address have three quarters at most. Default 256, minimum 1.
     pub queue_max: usize,
     /// Tenant whose pages the engine reads and writes. Default `default`, 1 to 256 bytes.
     pub tenant: String,

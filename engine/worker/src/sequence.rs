@@ -35,11 +35,12 @@ use crate::sampling::{PromptRows, SampledToken, SamplingJob};
 use crate::store::OpenPut;
 use larder_client::PutOutcome;
 use larder_format::{PageKey, page_keys};
+use larder_http::PeerCharge;
 use larder_model::{Guide, Sampler, SamplingParams, StopMatcher, TokenStream, Tokenizer};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -282,7 +283,7 @@ pub(crate) struct Sequence {
     pub(crate) deadline: Instant,
     pub(crate) cancel: CancellationToken,
     /// Place in the bounded queue. Released at admission, so that a new request can enter.
-    pub(crate) queue_permit: Option<OwnedSemaphorePermit>,
+    pub(crate) queue_place: Option<PeerCharge>,
     pub(crate) times: Timestamps,
     sources: PageSourceCounts,
     prompt_tokens_computed: usize,
@@ -304,7 +305,7 @@ pub(crate) struct SequenceParams {
     pub(crate) kind: RequestKind,
     pub(crate) deadline: Instant,
     pub(crate) cancel: CancellationToken,
-    pub(crate) queue_permit: OwnedSemaphorePermit,
+    pub(crate) queue_place: PeerCharge,
 }
 
 impl Sequence {
@@ -328,7 +329,7 @@ impl Sequence {
             state: StateTimer::start(initial, metrics.clone()),
             deadline: params.deadline,
             cancel: params.cancel,
-            queue_permit: Some(params.queue_permit),
+            queue_place: Some(params.queue_place),
             times: Timestamps { arrived: Instant::now(), admitted: None, loaded: None },
             sources: PageSourceCounts::default(),
             prompt_tokens_computed: 0,

@@ -154,6 +154,39 @@ async fn full_queue_answers_busy_immediately() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn crowd_of_one_address_leaves_a_place_in_the_queue_to_the_next_one() {
+    let store = MemoryStore::new();
+    // The first ones wait for half their time, and keep the others in the queue.
+    store.delay_lookups(Duration::from_secs(60));
+    let mut settings = options(Role::Decode);
+    settings.max_batch = 1;
+    settings.queue_max = 8;
+    let decoder = engine_with(settings, &store).await;
+    let url = format!("http://{}/v1/decode", decoder.addr());
+    let stranger = reqwest::Client::builder().local_address(std::net::IpAddr::from([127, 0, 0, 2])).build().unwrap();
+    let (refusal, mut refusals) = tokio::sync::mpsc::unbounded_channel();
+    let mut crowd = tokio::task::JoinSet::new();
+    for number in 0..24 {
+        let mut request = decode_request(&prompt(100 + number, 40), 2);
+        request.deadline_ms = 10_000;
+        let (stranger, url, refusal) = (stranger.clone(), url.clone(), refusal.clone());
+        crowd.spawn(async move {
+            if stranger.post(url).json(&request).send().await.unwrap().status() == 503 {
+                refusal.send(()).unwrap();
+            }
+        });
+    }
+    // More than the two that hold pages and the queue leave.
+    for _ in 0..10 {
+        refusals.recv().await.unwrap();
+    }
+    store.delay_lookups(Duration::ZERO);
+    let honest = decode_request(&prompt(99, 40), 2);
+    assert_eq!(decode(&decoder, &honest).await.tokens, expected(&honest.tokens, 2));
+    while crowd.join_next().await.is_some() {}
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn invalid_requests_get_specific_errors() {
     let store = MemoryStore::new();
     let decoder = engine(Role::Decode, &store).await;

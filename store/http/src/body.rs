@@ -1,6 +1,8 @@
 //! Bodies of requests: received in pieces, charged as they arrive, within their time.
 //!
 //! Large bodies yield to other tasks of their thread: copies into fresh memory take milliseconds.
+//! They are not copied as they grow. A body that is no longer small gets addresses for its maximum
+//! length at once, and memory only as its bytes arrive.
 //!
 //! A handler that keeps what it parsed takes a [`RequestBody`], and keeps its charge as long.
 
@@ -16,13 +18,13 @@ use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
 /// Bytes of a body after which other tasks of the thread go first. A copy of as many takes about
 /// 0.1 ms, with fresh memory.
 const TURN_BYTES: usize = 256 << 10;
-/// Longest body that grows on the thread of its connection, in bytes. A growth copies the body.
-const GROWN_IN_PLACE_MAX: usize = 512 << 10;
+/// Longest body that is copied as it grows, in bytes. A copy takes about 0.1 ms.
+const COPIED_MAX: usize = 256 << 10;
 
 /// Memory charged for a body. Returned when the last handle is dropped.
 #[derive(Debug, Clone, Default)]
@@ -54,13 +56,14 @@ impl<S: Send + Sync> FromRequest<S> for RequestBody {
     }
 }
 
-/// Bytes of a body that arrives, with a charge for the whole buffer.
+/// Bytes of a body that arrives, with a charge for their memory.
 #[derive(Debug)]
 struct ArrivingBody {
     bytes: Vec<u8>,
     /// Length that the body cannot exceed.
     bytes_max: usize,
-    /// Shared with a growth in progress, which outlives a request that ends meanwhile.
+    /// Bytes that the body may have before it needs another charge.
+    charged: usize,
     charge: Arc<PeerCharge>,
 }
 
@@ -79,37 +82,27 @@ impl AsRef<[u8]> for ChargedBytes {
 impl ArrivingBody {
     /// Body of at most `bytes_max` bytes: the announced length, or else the limit.
     fn new(memory: &PeerShare, bytes_max: usize) -> ArrivingBody {
-        ArrivingBody { bytes: Vec::new(), bytes_max, charge: Arc::new(memory.charge()) }
+        ArrivingBody { bytes: Vec::new(), bytes_max, charged: 0, charge: Arc::new(memory.charge()) }
     }
 
     /// Makes room for `more` bytes. Returns `false` if the server has no memory for them.
-    async fn make_room(&mut self, more: usize) -> bool {
+    fn make_room(&mut self, more: usize) -> bool {
         let length = self.bytes.len() + more;
-        if length <= self.bytes.capacity() {
+        if length <= self.charged {
             return true;
         }
         // Doubles, so that the copies of all growths together stay below the length.
-        let capacity = length.max((2 * self.bytes.capacity()).min(self.bytes_max));
+        let charged = length.max((2 * self.charged).min(self.bytes_max));
         // The first part is free, so that small requests work while large ones fill the memory.
-        let owed = capacity.saturating_sub(BODY_BYTES_FREE);
+        let owed = charged.saturating_sub(BODY_BYTES_FREE);
         if !self.charge.raise_to(owed) {
             return false;
         }
-        if self.bytes.len() <= GROWN_IN_PLACE_MAX {
-            self.bytes.reserve_exact(capacity - self.bytes.len());
-            return true;
-        }
-        let mut bytes = std::mem::take(&mut self.bytes);
-        let charge = self.charge.clone();
-        let grown = tokio::task::spawn_blocking(move || {
-            bytes.reserve_exact(capacity - bytes.len());
-            drop(charge);
-            bytes
-        });
-        // It fails only while the server stops.
-        let Ok(bytes) = grown.await else { return false };
-        self.bytes = bytes;
-        true
+        self.charged = charged;
+        // The kernel gives memory to the pages that are written, so the rest costs addresses only.
+        let capacity = if charged > COPIED_MAX { charged.max(self.bytes_max) } else { charged };
+        let missing = capacity.saturating_sub(self.bytes.len());
+        self.bytes.capacity() >= charged || self.bytes.try_reserve_exact(missing).is_ok()
     }
 
     fn finish(self) -> (Bytes, BodyCharge) {
@@ -181,7 +174,7 @@ pub(crate) async fn receive<B: Body<Data = Bytes> + Unpin>(
         }
         let arrived = Instant::now();
         pace.received((received.bytes.len() + piece.len()) as u64, arrived);
-        if !timeout(options.body_timeout, received.make_room(piece.len())).await.unwrap_or(false) {
+        if !received.make_room(piece.len()) {
             let message = "the server has no memory left for request bodies of your address; retry later";
             return Err(Refusal::busy(Reason::BodyMemory, message));
         }
@@ -219,8 +212,8 @@ mod tests {
         assert_eq!(pace.deadline, start + Duration::from_secs(28));
     }
 
-    async fn append(body: &mut ArrivingBody, piece: &[u8]) -> bool {
-        let has_room = body.make_room(piece.len()).await;
+    fn append(body: &mut ArrivingBody, piece: &[u8]) -> bool {
+        let has_room = body.make_room(piece.len());
         if has_room {
             body.bytes.extend_from_slice(piece);
         }
@@ -275,17 +268,17 @@ mod tests {
             ArrivingBody::new(&budget.of(peer), BODY_BYTES_FREE + bytes)
         };
         let mut first = body(1, 60);
-        assert!(append(&mut first, &vec![1; BODY_BYTES_FREE]).await && append(&mut first, &[2; 60]).await);
+        assert!(append(&mut first, &vec![1; BODY_BYTES_FREE]) && append(&mut first, &[2; 60]));
         assert_eq!(used(), 60);
         let mut second = body(2, 41);
-        assert!(append(&mut second, &vec![1; BODY_BYTES_FREE]).await && !append(&mut second, &[2; 41]).await);
+        assert!(append(&mut second, &vec![1; BODY_BYTES_FREE]) && !append(&mut second, &[2; 41]));
         let (bytes, charge) = first.finish();
         let slice = bytes.slice(..10);
         drop((bytes, charge.clone()));
         drop(charge);
-        assert!(!append(&mut second, &[2; 41]).await, "a slice keeps the memory");
+        assert!(!append(&mut second, &[2; 41]), "a slice keeps the memory");
         drop(slice);
-        assert!(append(&mut second, &[2; 41]).await);
+        assert!(append(&mut second, &[2; 41]));
         let (bytes, charge) = second.finish();
         drop(bytes);
         assert_eq!(used(), 41, "a handler keeps the charge");
@@ -336,18 +329,30 @@ mod tests {
         assert_eq!(received.map(|(bytes, _)| bytes.len()), Ok(4 * TURN_BYTES));
     }
 
-    #[tokio::test]
-    async fn charge_covers_the_whole_buffer_in_memory() {
+    #[test]
+    fn large_body_is_charged_as_it_arrives_and_not_copied() {
         const MIB: usize = 1 << 20;
         let budget = PeerBudget::new(64 * MIB);
         let mut body = ArrivingBody::new(&budget.of(PeerAddress::default()), 16 * MIB);
-        // Doublings of a buffer for pieces of this length reach almost twice a length.
+        let mut places = Vec::new();
         let piece = [0; 8 << 10];
         for _ in 0..(16 * MIB / piece.len()) {
-            assert!(append(&mut body, &piece).await);
-            let charged = 64 * MIB - budget.free();
-            assert!(charged + BODY_BYTES_FREE >= body.bytes.capacity(), "{charged} for {}", body.bytes.capacity());
+            assert!(append(&mut body, &piece));
+            let charged = 64 * MIB - budget.free() + BODY_BYTES_FREE;
+            let length = body.bytes.len();
+            assert!((length..=2 * length.max(BODY_BYTES_FREE)).contains(&charged), "{charged} for {length}");
+            if length > COPIED_MAX {
+                places.push(body.bytes.as_ptr());
+            }
         }
-        assert_eq!(body.bytes.capacity(), 16 * MIB, "an announced length is not exceeded");
+        places.dedup();
+        assert_eq!((places.len(), body.bytes.capacity()), (1, 16 * MIB), "an announced length is not exceeded");
+    }
+
+    #[test]
+    fn body_beyond_the_addresses_of_the_process_is_refused() {
+        let budget = PeerBudget::new(1 << 30);
+        let mut body = ArrivingBody::new(&budget.of(PeerAddress::default()), isize::MAX as usize);
+        assert!(append(&mut body, &vec![1; COPIED_MAX]) && !append(&mut body, &[2; 1]));
     }
 }

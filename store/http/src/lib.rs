@@ -17,6 +17,7 @@
 
 mod body;
 mod hosts;
+mod lanes;
 mod metrics;
 mod options;
 mod phase;
@@ -29,6 +30,7 @@ mod socket;
 
 pub use body::{BodyCharge, RequestBody};
 pub use hosts::AllowedHosts;
+pub use lanes::{LanePlaces, PeerLane};
 pub use metrics::HttpMetrics;
 pub use options::{HttpOptions, OptionsError};
 pub use refusal::{LOG_INTERVAL, Refusal};

@@ -134,6 +134,9 @@ counters! {
     rdma_channels_opened,
     /// Commands of Redis clients
     redis_commands,
+    /// Connections to the Redis port that sent HTTP or TLS, as a browser does for a web page, and
+    /// were closed
+    redis_other_protocol,
     /// Connections accepted
     connections_accepted,
     /// Connections closed by the node because they were idle, or because another one needed the

@@ -317,14 +317,16 @@ impl Places {
         Ok(Place { places: self.clone(), peer, number, state })
     }
 
-    /// Closes the connections that have been idle for the timeout.
+    /// Closes the connections that have been idle for the timeout, and strangers of this age.
     pub(crate) fn close_idle(&self) {
         let before = now() - self.limits.idle_timeout.min(now().saturating_duration_since(self.started));
         let before_ms = self.milliseconds(before);
         let mut guard = self.table.lock();
         let table = &mut *guard;
-        let may_close = |entry: &Entry| !entry.state.keeps_idle.load(Ordering::Relaxed);
-        let is_idle = |entry: &Entry| entry.active_ms() < before_ms && may_close(entry) && entry.is_idle();
+        // Relaxed: as in `keep_idle`.
+        let may_close =
+            |entry: &Entry| entry.is_stranger() || !entry.state.keeps_idle.load(Ordering::Relaxed) && entry.is_idle();
+        let is_idle = |entry: &Entry| entry.active_ms() < before_ms && may_close(entry);
         let idle: Vec<u64> = table.entries.iter().filter(|(_, entry)| is_idle(entry)).map(|(n, _)| *n).collect();
         for number in idle.into_iter().take(CLOSING_MAX) {
             self.close(table, number);
@@ -504,6 +506,17 @@ mod tests {
         let other = fixture.greet(1).unwrap();
         assert!(fixture.greet(1).is_ok() && quiet.0.state.close.is_cancelled());
         drop(other);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn stranger_is_closed_after_the_timeout_though_places_are_free() {
+        let fixture = Fixture::new();
+        let stranger = fixture.places.admit(peer(1), 1).unwrap();
+        tokio::time::sleep(LIMITS.idle_timeout / 2).await;
+        let young = fixture.places.admit(peer(2), 1).unwrap();
+        tokio::time::sleep(LIMITS.idle_timeout / 2 + Duration::from_millis(1)).await;
+        fixture.places.close_idle();
+        assert_eq!([&stranger, &young].map(|place| place.state.close.is_cancelled()), [true, false]);
     }
 
     #[tokio::test(start_paused = true)]

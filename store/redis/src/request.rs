@@ -54,6 +54,9 @@ pub enum ProtocolError {
     LongLine,
     MissingLineEnd,
     UnbalancedQuotes,
+    /// A line of HTTP or TLS. A web page can have a browser send commands behind it, so no byte of
+    /// this connection may be taken for a command.
+    OtherProtocol,
 }
 
 impl fmt::Display for ProtocolError {
@@ -66,6 +69,7 @@ impl fmt::Display for ProtocolError {
             ProtocolError::LongLine => f.write_str("too big inline request"),
             ProtocolError::MissingLineEnd => f.write_str("expected a line end behind an argument"),
             ProtocolError::UnbalancedQuotes => f.write_str("unbalanced quotes in request"),
+            ProtocolError::OtherProtocol => f.write_str("HTTP or TLS"),
         }
     }
 }
@@ -191,6 +195,9 @@ impl RequestDecoder {
     /// Begins a request. Returns the whole request if the line has it.
     fn begin(&mut self, line: &[u8]) -> Result<Option<Vec<Argument>>, ProtocolError> {
         let Some(count) = line.strip_prefix(b"*") else {
+            if is_other_protocol(line) {
+                return Err(ProtocolError::OtherProtocol);
+            }
             let words = words(line)?;
             return Ok((!words.is_empty()).then(|| words.into_iter().map(Argument::Short).collect()));
         };
@@ -236,6 +243,16 @@ pub(crate) fn number(text: &[u8]) -> Option<i64> {
     let is_canonical = digits.first().is_some_and(|&first| first != b'0' || text.len() == 1);
     let all_digits = digits.iter().all(u8::is_ascii_digit);
     (is_canonical && all_digits).then(|| std::str::from_utf8(text).ok()?.parse().ok()).flatten()
+}
+
+/// Recognises a line of HTTP or TLS. A body that a web page sends without permission follows a line
+/// that begins with `POST`, and behind any other method comes a header `Host`. The first message of
+/// TLS has control bytes.
+fn is_other_protocol(line: &[u8]) -> bool {
+    let first = line.trim_ascii_start().split(u8::is_ascii_whitespace).next().unwrap_or_default();
+    first.eq_ignore_ascii_case(b"POST")
+        || first.get(..5).is_some_and(|name| name.eq_ignore_ascii_case(b"Host:"))
+        || line.iter().any(|byte| byte.is_ascii_control() && !byte.is_ascii_whitespace())
 }
 
 /// Splits a line into words. A word in double quotes may have spaces and the escapes `\"` and `\\`;
@@ -380,6 +397,26 @@ mod tests {
         let argument = format!("$4096\r\n{}\r\n", "y".repeat(4096));
         let many = format!("*16384\r\n{}", argument.repeat(HELD_BYTES_MAX / 4096));
         assert_eq!(fails(&many), ProtocolError::InvalidArgumentLength, "together they are too long");
+    }
+
+    #[test]
+    fn commands_behind_a_line_of_http_or_tls_are_never_decoded() {
+        for start in [
+            "POST / HTTP/1.1\r\nContent-Length: 10\r\n\r\n",
+            " post /\r\n",
+            "\r\nPOST\r\n",
+            "Host: localhost:6379\r\n",
+            "hOST:a\r\n",
+            "\u{16}\u{3}\u{1}\u{2}\r\n",
+        ] {
+            let mut decoder = RequestDecoder::default();
+            let text = format!("{start}FLUSHALL\r\n");
+            assert_eq!(decoder.decode(&mut text.as_bytes()), Err(ProtocolError::OtherProtocol), "{start:?}");
+        }
+        // Of an array, every byte is the client's own.
+        let request = decode_in(b"*2\r\n$4\r\nPOST\r\n$5\r\nHost:\r\n", &[]).unwrap();
+        assert_eq!(request.len(), 1);
+        assert_eq!(decode_in(b"POSTS\r\nhosts\r\nget Host:\r\n", &[]).unwrap().len(), 3);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::models::{ModelLookup, ServedModel};
 use crate::openai::{PROMPT_CHARGE_BYTES, charge, charged_body, chat_text, random_id, too_many_bytes};
 use crate::route::PrefillJob;
 use crate::templates::TextCharge;
-use crate::tokenise::{EncodeError, encode, text_bytes_max};
+use crate::tokenise::{EncodeError, TOO_SLOW, encode, text_bytes_max};
 use axum::http::StatusCode;
 use axum::response::Response;
 use larder_client::{PagePin, PinKind, Pinned, Tier};
@@ -93,9 +93,9 @@ impl Prefix {
             RenderedPrefix::Text { text, .. } => text.len(),
             RenderedPrefix::Tokens(tokens) => tokens.len() * size_of::<u32>(),
         };
-        let state = router.clone();
+        let (state, tokenizer) = (router.clone(), model.tokenizer.clone());
         // The caller limits the time.
-        let tokenised = state.tokeniser.run(peer, bytes, move || {
+        let tokenised = state.tokeniser.run(peer, (&tokenizer, bytes), move || {
             let tokens = tokenise(&model, input)?;
             let units = prefix_units(tokens.len(), model.page_tokens);
             check_room(units, tokens.len(), &model, router.prompts.units_max_of_peer())?;
@@ -365,6 +365,7 @@ fn tokenise(model: &ServedModel, input: RenderedPrefix) -> Result<Vec<u32>, Admi
             encoded.map_err(|error| match error {
                 EncodeError::Tokenizer(error) => AdminError::bad_request(error.to_string()),
                 EncodeError::TooLong(tokens) => too_many_tokens(tokens),
+                EncodeError::TooSlow => AdminError::bad_request(TOO_SLOW),
             })?
         }
         RenderedPrefix::Tokens(tokens) => {

@@ -10,7 +10,7 @@ use crate::metrics::RefusalReason;
 use crate::models::{ModelLookup, ServedModel};
 use crate::route::{Prompt, RouteError};
 use crate::templates::TextCharge;
-use crate::tokenise::{Echo, EncodeError, encode, text_bytes_max};
+use crate::tokenise::{Echo, EncodeError, TOO_SLOW, encode, text_bytes_max};
 use larder_http::{BodyCharge, PeerAddress, PeerCharge};
 use larder_worker::api::Role;
 use std::sync::Arc;
@@ -184,7 +184,7 @@ pub(crate) async fn prompts(
         }
     }
     let bytes = inputs.iter().map(PromptInput::bytes).sum();
-    let model = model.clone();
+    let (model, tokenizer) = (model.clone(), model.tokenizer.clone());
     let make = move || -> Result<Vec<Prompt>, ApiError> {
         let tokenise = |input| match input {
             PromptInput::Tokens(tokens) => Ok(tokens),
@@ -199,9 +199,10 @@ pub(crate) async fn prompts(
         prompts.map_err(|error| match error {
             EncodeError::Tokenizer(error) => ApiError::field(field, error.to_string()),
             EncodeError::TooLong(tokens) => context_exceeded(endpoint, None, tokens, context),
+            EncodeError::TooSlow => ApiError::field(field, TOO_SLOW),
         })
     };
-    let made = tokio::time::timeout_at(request.deadline, router.tokeniser.run(request.peer, bytes, make));
+    let made = tokio::time::timeout_at(request.deadline, router.tokeniser.run(request.peer, (&tokenizer, bytes), make));
     let made = made.await.map_err(|_| ApiError::from(RouteError::Deadline))?;
     let prompts = made.map_err(|error| ApiError::internal("tokenise the prompt", error))?;
     request.body = BodyCharge::default();

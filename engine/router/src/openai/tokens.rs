@@ -102,6 +102,7 @@ pub(super) async fn tokenize(call: ApiCall) -> Response {
             charges.into_iter().map(|units| prepare::charge(&router, peer, units)).collect();
         let charges = charges?;
         // Not on the event loop: a million tokens take a while.
+        let tokenizer = model.tokenizer.clone();
         let write = move || {
             let texts: Option<Vec<Vec<String>>> =
                 with_texts.then(|| tokens.iter().map(|tokens| token_texts(&model, tokens)).collect());
@@ -115,7 +116,7 @@ pub(super) async fn tokenize(call: ApiCall) -> Response {
             answer.to_string().into_bytes()
         };
         let bytes = total * size_of::<u32>();
-        let written = tokio::time::timeout_at(request.deadline, router.tokeniser.run(request.peer, bytes, write));
+        let written = tokio::time::timeout_at(request.deadline, router.tokeniser.run(request.peer, (&tokenizer, bytes), write));
         let written = written.await.map_err(|_| ApiError::from(crate::route::RouteError::Deadline))?;
         let json = written.map_err(|error| ApiError::internal("write the tokens", error))?;
         end(record);
@@ -156,7 +157,7 @@ pub(super) async fn detokenize(call: ApiCall) -> Response {
         let (tokenizer, peer) = (model.tokenizer.clone(), request.peer);
         let bytes = tokens.len() * size_of::<u32>();
         let decode = {
-            let router = router.clone();
+            let (router, tokenizer) = (router.clone(), tokenizer.clone());
             move || {
                 // Before the text is made: a token of two digits may stand for kilobytes.
                 let text_bytes: usize = tokens.iter().map(|&id| tokenizer.token_bytes(id).len()).sum();
@@ -169,7 +170,8 @@ pub(super) async fn detokenize(call: ApiCall) -> Response {
                 Ok::<_, ApiError>((json!({"prompt": text, "text": text}).to_string().into_bytes(), charge))
             }
         };
-        let decoded = tokio::time::timeout_at(request.deadline, router.tokeniser.run(peer, bytes, decode));
+        let decoded =
+            tokio::time::timeout_at(request.deadline, router.tokeniser.run(peer, (&tokenizer, bytes), decode));
         let decoded = decoded.await.map_err(|_| ApiError::from(crate::route::RouteError::Deadline))?;
         let (json, charge) = decoded.map_err(|error| ApiError::internal("decode the tokens", error))??;
         end(record);

@@ -47,7 +47,7 @@ impl Scheduler {
                 return;
             }
             has_whole |= is_whole;
-            sequence.queue_permit = None;
+            sequence.queue_place = None;
             sequence.times.admitted.get_or_insert_with(Instant::now);
             sequence.withhold(|key| self.withheld.contains(key));
             self.start_load(&mut sequence);

@@ -10,7 +10,7 @@ use crate::budget::{Account, BusyBound, Charge};
 use crate::connection::{ConnectionLimit, ScheduledSink, ScheduledSource, record_refusal};
 use crate::places::Place;
 use crate::tiers::NamespaceUser;
-use larder_redis::{Argument, Command, Decoded, Reply, RequestDecoder, command};
+use larder_redis::{Argument, Command, Decoded, ProtocolError, Reply, RequestDecoder, command};
 use larder_runtime::now;
 use larder_wire::{ByteSink, ByteSource};
 use std::io;
@@ -67,7 +67,6 @@ pub(super) async fn serve<S: ByteSource, W: ByteSink>(
     };
     // Before any charge: a charge belongs to the tenant of its time.
     account.set_tenant(place.peer(), TENANT);
-    place.keep_idle();
     let mut client = Client {
         id: server.next_client(),
         input: Input::new(ScheduledSource::new(read, node.bulk_scheduler.clone())),
@@ -126,8 +125,7 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
             let value = self.value.take();
             let reply = match Command::parse(request) {
                 Ok(command) => {
-                    // Also records the activity. Only a known command makes a stranger a client.
-                    self.place.greeted(&self.account);
+                    self.record_command();
                     self.execute(command, value).await?
                 }
                 Err(error) => Some(Reply::Error(error.0)),
@@ -139,6 +137,14 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
             drop(charge);
         }
         self.output.flush().await
+    }
+
+    /// Records the activity of the client. Only a known command makes a stranger one: it then may
+    /// be idle for as long as its place is not needed.
+    fn record_command(&mut self) {
+        self.place.greeted(&self.account);
+        self.place.keep_idle();
+        self.input.grow();
     }
 
     /// Receives the rest of a request that has begun to arrive. Returns `None` at the end of the
@@ -176,6 +182,11 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
             self.input.take(taken);
             let decoded = match decoded {
                 Ok(decoded) => decoded,
+                // Without a reply, which a web page might learn from.
+                Err(ProtocolError::OtherProtocol) => {
+                    self.record_other_protocol();
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, ProtocolError::OtherProtocol));
+                }
                 Err(error) => {
                     // The text helps to debug the client.
                     self.output.reply(&Reply::Error(format!("ERR {error}"))).await?;
@@ -198,6 +209,18 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
             if !self.input.fill(false).await? {
                 return Ok(None);
             }
+        }
+    }
+
+    fn record_other_protocol(&self) {
+        let node = &self.server.node;
+        node.metrics.redis_other_protocol.inc();
+        if let Some(connections) = node.refusals.other_protocols.record() {
+            let peer = self.peer.map_or("unknown address".to_string(), |peer| peer.to_string());
+            tracing::warn!(
+                %peer, connections,
+                "HTTP or TLS at the Redis port: a web page may be attacking through a browser; connection closed"
+            );
         }
     }
 
@@ -228,6 +251,8 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
         if !command::is_value(decoder.arguments()) {
             return discard(&mut self.input, bytes, now() + VALUE_TIMEOUT).await;
         }
+        // A long value may arrive for longer than a stranger may be idle.
+        self.record_command();
         self.use_database();
         let server = self.server.clone();
         let account = self.account.clone();

@@ -5,7 +5,10 @@ use std::io::{self, IoSliceMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Size of the buffer in bytes. A request without a long value fits, and so does a short pipeline.
+/// Size of the buffer of a stranger in bytes.
+const FIRST_BUFFER_BYTES: usize = 4 << 10;
+/// Size of the buffer of a client in bytes. A request without a long value fits, and so does a
+/// short pipeline.
 const BUFFER_BYTES: usize = 16 << 10;
 
 pub(super) struct Input<S> {
@@ -19,7 +22,16 @@ pub(super) struct Input<S> {
 
 impl<S: ByteSource> Input<S> {
     pub(super) fn new(source: S) -> Input<S> {
-        Input { source, buffer: vec![0; BUFFER_BYTES].into(), start: 0, end: 0, received: Arc::default() }
+        Input { source, buffer: vec![0; FIRST_BUFFER_BYTES].into(), start: 0, end: 0, received: Arc::default() }
+    }
+
+    /// Gives the buffer the size for a client. Keeps its bytes.
+    pub(super) fn grow(&mut self) {
+        if self.buffer.len() < BUFFER_BYTES {
+            let mut buffer = vec![0; BUFFER_BYTES];
+            buffer[..self.end].copy_from_slice(&self.buffer[..self.end]);
+            self.buffer = buffer.into();
+        }
     }
 
     /// Bytes that have arrived and were not taken.
