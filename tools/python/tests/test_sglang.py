@@ -264,12 +264,14 @@ def test_clear_tells_that_the_store_is_away(node, leave, monkeypatch):
     assert len(timeouts) == 5 and max(timeouts) <= 2
     if leave is Node.pause:
         assert max(timeouts[1:]) < 0.5, "the first batch takes the time of all"
-    # The pages are still known, so a second call forgets them.
+    # The pages are still known, so a second call forgets them, whichever the first one has reached. A busy device
+    # syncs for seconds.
+    storage.options["set_timeout"] = 20.0
     if leave is Node.pause:
         node.resume()
     else:
         node.start()
-    assert eventually(lambda: storage.batch_exists(keys) in (0, 10) and storage.pools["kv"].client.nodes_connected)
+    assert eventually(lambda: storage.pools["kv"].client.nodes_connected)
 
     def is_cleared():
         try:
