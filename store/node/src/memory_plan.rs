@@ -19,7 +19,7 @@ use serde_json::{Map, Value};
 use std::fmt;
 
 /// Memory of the process beside all other parts: code, threads, tables of a bounded size, and free
-/// memory that the allocator keeps. The table of forgets takes 8 MiB of it.
+/// memory that the allocator keeps. The record of forgets takes 16 MiB of it.
 const PROCESS_BYTES: u64 = 56 << 20;
 /// Largest value of `--l3-mean-page` that a refusal proposes: no page is larger.
 const MEAN_PAGE_BYTES_MAX: u64 = 16 << 20;

@@ -14,6 +14,12 @@ LARDER = os.environ.get("LARDER", str(ROOT / "target/release/larder"))
 START_SECONDS = 60
 CHILD_SECONDS = 60
 
+PATIENCE = 60.0
+"""Seconds for a step that takes a moment. A step that takes longer hangs, however busy the machine is."""
+
+LONG = 3600.0
+"""A timeout that no test waits for: a call that has it and ends by itself was ended by something else."""
+
 
 class Node:
     """A node on this machine, with its L3 in `directory`. A restart keeps address and pages."""
@@ -147,7 +153,46 @@ def key(number: int) -> bytes:
     return larder_kv.page_key([number])
 
 
-def eventually(condition, seconds: float = 30.0):
+def is_durable(client) -> bool:
+    """True if the log of the node has all its pages, and a kill leaves them."""
+    tiers = client.status(20)[0]["status"]["tiers"]
+    return tiers["l3"]["pages"] >= tiers["l2"]["pages"] > 0 and not tiers["l3"]["segments_unsynced"]
+
+
+class NotedTimeouts:
+    """A native client that notes the timeouts of its calls."""
+
+    PLACES = {"locate": 1, "lookup": 1, "pin": 1, "warm": 1, "forget": 1, "get_into": 2, "put_from": 2, "follow": 2}
+
+    def __init__(self, native, timeouts: list) -> None:
+        self.native = native
+        self.timeouts = timeouts
+
+    def __getattr__(self, name: str):
+        member = getattr(self.native, name)
+        if name not in self.PLACES:
+            return member
+
+        def call(*args, **options):
+            self.timeouts.append(args[self.PLACES[name]])
+            return member(*args, **options)
+
+        return call
+
+
+def noted_timeouts(*clients) -> list:
+    """The list to which these clients append the timeout of each of their calls from now on.
+
+    A client ends a call by its timeout, which has tests of its own. So tests of engines ask which timeouts they give,
+    and need not measure time.
+    """
+    timeouts: list = []
+    for client in clients:
+        client._native = NotedTimeouts(client._native, timeouts)
+    return timeouts
+
+
+def eventually(condition, seconds: float = PATIENCE):
     """Waits until `condition` returns something true, and returns that."""
     end = time.monotonic() + seconds
     while True:

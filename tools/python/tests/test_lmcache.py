@@ -7,7 +7,7 @@ import types
 import lmcache_contract as contract
 import numpy
 import pytest
-from conftest import eventually
+from conftest import LONG, PATIENCE, eventually, is_durable, noted_timeouts
 from lmcache_contract import (
     CacheEngineKey,
     Controller,
@@ -40,8 +40,12 @@ def connect(node, name=None, **options):
         remote = Remote(LarderAdapter(), node.url(), **options)
     else:
         remote = Remote(LarderAdapter(), f"plugin://{name}", name, url=node.url(), **options)
-    assert eventually(lambda: remote.connector.values.head_client.nodes_connected)
+    assert eventually(lambda: all(client.nodes_connected for client in clients(remote.connector.values)))
     return remote
+
+
+def clients(values):
+    return [values.head_client, *values.clients.values()]
 
 
 @pytest.fixture
@@ -210,32 +214,33 @@ def test_cancelled_calls_release_their_memory(node):
 
 
 def test_calls_beyond_the_bound_are_misses(node):
-    remote = connect(node, load_timeout=3, lookup_timeout=3, store_timeout=3)
+    remote = connect(node, load_timeout=LONG, lookup_timeout=LONG, store_timeout=LONG)
     node.pause()
     try:
         waiting = [remote.start(remote.connector.get(chunk(number))) for number in range(300)]
         assert eventually(lambda: sum(each.done() for each in waiting) >= 300 - 256)
-        began = time.monotonic()
         assert remote.get(chunk(1)) is None and not remote.contains(chunk(1))
-        assert time.monotonic() - began < 1
-        assert all(each.result(30) is None for each in waiting)
+        assert sum(each.done() for each in waiting) == 300 - 256, "the calls within the bound still wait"
     finally:
         node.resume()
+    assert all(each.result(PATIENCE) is None for each in waiting)
     remote.close()
 
 
 def test_a_dead_store_is_a_miss_and_its_pages_survive(node):
-    remote = connect(node, lookup_timeout=1, load_timeout=1, store_timeout=1)
+    remote = connect(node)
     content = put(remote, chunk(1), filled(remote, 1))
-    assert eventually(lambda: remote.contains(chunk(1)))
-    time.sleep(2)
+    assert remote.contains(chunk(1))
+    assert eventually(lambda: is_durable(remote.connector.values.head_client))
+    remote.connector.options.update(lookup_timeout=1, load_timeout=1, store_timeout=1)
+    timeouts = noted_timeouts(*clients(remote.connector.values))
     node.kill()
-    began = time.monotonic()
     assert not remote.contains(chunk(1)) and remote.get(chunk(1)) is None
     assert remote.connector.batched_contains([chunk(1)]) == 0
     put(remote, chunk(2), filled(remote, 2))
     assert not remote.connector.remove_sync(chunk(1))
-    assert time.monotonic() - began < 8
+    assert timeouts and max(timeouts) <= 1
+    remote.connector.options.update(TIMES)
     node.start()
     assert eventually(lambda: remote.contains(chunk(1)))
     assert remote.get(chunk(1)).content() == content
@@ -265,7 +270,7 @@ def test_wrong_options_are_refused(shared_node):
 
 def server(node, **options):
     adapter = LarderL2Adapter({"url": node.url(), **TIMES, **options}, l1_memory_desc=None)
-    assert eventually(lambda: adapter.values.head_client.nodes_connected)
+    assert eventually(lambda: all(client.nodes_connected for client in clients(adapter.values)))
     return Controller(adapter)
 
 
@@ -326,23 +331,22 @@ def test_memory_of_a_device_fails_without_an_exception(shared_node):
 
 
 def test_tasks_end_while_the_store_is_away(node):
-    host = server(node, lookup_timeout=1, load_timeout=1, store_timeout=1)
+    host = server(node)
     assert host.store([of(1)], [tensor(1)]).is_successful()
     target = tensor(9)
     assert host.load([of(1)], [target]) == [True] and target.content() == tensor(1).content()
+    host.adapter.options.update(lookup_timeout=1, load_timeout=1, store_timeout=1)
+    timeouts = noted_timeouts(*clients(host.adapter.values))
     node.pause()
     try:
-        began = time.monotonic()
         assert host.lookup([of(1)]) == [False] and host.load([of(1)], [tensor(2)]) == [False]
         assert not host.store([of(2)], [tensor(2)]).is_successful()
-        assert time.monotonic() - began < 8
     finally:
         node.resume()
     assert eventually(lambda: host.lookup([of(1)]) == [True])
     node.kill()
-    began = time.monotonic()
     assert host.lookup([of(1)]) == [False] and not host.store([of(3)], [tensor(3)]).is_successful()
     host.adapter.delete([of(1)])
     assert not host.adapter.report_status()["is_healthy"]
     host.adapter.close()
-    assert time.monotonic() - began < 10
+    assert max(timeouts) <= 1
