@@ -174,6 +174,7 @@ pub struct LogCounts {
     pub segments_prepared: u64,
     pub segments_unsynced: u64,
     pub segments_abandoned: u64,
+    pub stopped: bool,
     pub kept_pages: u64,
     pub kept_bytes: u64,
     pub pinned_bytes: u64,
@@ -267,6 +268,7 @@ impl Log {
             kept_pages: self.index.entries.used_pages(),
             kept_bytes: self.index.entries.used_bytes(),
             pinned_bytes: self.retention.pinned_bytes(),
+            stopped: self.stopped,
             ..self.counts
         }
     }

@@ -27,6 +27,9 @@ pub struct L3Stats {
     pub segments_unsynced: u64,
     /// Segments closed early because a write or sync of them failed.
     pub segments_abandoned: u64,
+    /// `true` if the log takes no more writes until the restart: a segment file could neither be
+    /// written nor removed.
+    pub stopped: bool,
     /// Pages read for clients, and verified.
     pub reads: u64,
     pub read_bytes: u64,
@@ -103,6 +106,7 @@ impl Counters {
             segments_prepared: log.segments_prepared,
             segments_unsynced: log.segments_unsynced,
             segments_abandoned: log.segments_abandoned,
+            stopped: log.stopped,
             evicted_pages: log.evicted_pages,
             kept_pages: log.kept_pages,
             kept_bytes: log.kept_bytes,

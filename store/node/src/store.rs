@@ -176,6 +176,9 @@ impl Store {
     async fn warm_page(&self, charged_to: Option<&(Arc<Account>, u64)>, id: PageId, deadline: Instant) -> bool {
         let load = async {
             let location = self.tiers.lookup(&id);
+            if matches!(location, PageLocation::OnL3(_)) && fail_point!("node.warm-misses-l3") {
+                return false;
+            }
             // Only a read of L3 takes memory; a page in DRAM has its memory already.
             let _charge = match charged_to.filter(|_| matches!(location, PageLocation::OnL3(_))) {
                 Some((account, page_bytes)) => Some(account.charge_read(*page_bytes).await),

@@ -109,6 +109,17 @@ impl PageLocation {
         }
     }
 
+    /// Generation of the page's put. Each put of a page has another one.
+    pub fn generation(&self) -> Option<u64> {
+        match self {
+            PageLocation::InL2(page) | PageLocation::BeingWritten(page) | PageLocation::Held(page) => {
+                Some(page.generation())
+            }
+            PageLocation::OnL3(found) => Some(found.location.generation()),
+            PageLocation::Absent => None,
+        }
+    }
+
     fn into_page(self) -> Option<Arc<Page>> {
         match self {
             PageLocation::InL2(page) | PageLocation::BeingWritten(page) | PageLocation::Held(page) => Some(page),

@@ -7,7 +7,7 @@ use crate::faults::Profile;
 use crate::run::{Options, Scope, Summary};
 
 /// Exemptions in a million operations, by the scope and the counter. Others are not granted.
-const MOST: [(Scope, &str, u64); 15] = [
+const MOST: [(Scope, &str, u64); 16] = [
     (Scope::L3, "forgiven: durable pages of failing devices", 15_000),
     (Scope::L3, "forgiven: durable pages of a full index", 600),
     (Scope::L3, "forgiven: suspect key", 40),
@@ -20,6 +20,7 @@ const MOST: [(Scope, &str, u64); 15] = [
     (Scope::Wire, "forgiven: damage in transit", 10_500),
     (Scope::Wire, "forgiven: log stopped", 180),
     (Scope::Wire, "forgiven: lost pages of failing nodes", 700),
+    (Scope::Wire, "forgiven: pages evicted during a request", 100),
     (Scope::Wire, "forgiven: progress of failing nodes", 1_800),
     (Scope::Wire, "forgiven: refusals by an old protocol", 110),
     (Scope::Wire, "forgiven: suspect key", 180),

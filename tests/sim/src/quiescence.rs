@@ -28,6 +28,18 @@ pub(crate) fn status_number(status: &Value, pointer: &str) -> u64 {
     status.pointer(pointer).and_then(Value::as_u64).unwrap_or(u64::MAX)
 }
 
+/// Returns `true` if a node reports that one of its logs takes no writes until a restart: it has
+/// stopped, or its recovery has not ended, or its device could not be opened or has no identity. A
+/// quarantine is no such reason: it ends once the device works.
+pub(crate) fn has_stopped(status: &Value) -> bool {
+    let devices = status.pointer("/tiers/l3/devices").and_then(Value::as_array);
+    let takes_writes = |device: &Value| {
+        let has_identity = !device["reason"].as_str().is_some_and(|reason| reason.contains("identity"));
+        device["log"]["stopped"] == false && !device["recovery"]["report"].is_null() && has_identity
+    };
+    devices.is_none_or(|devices| !devices.iter().all(takes_writes))
+}
+
 /// Descriptions of the status values that are not 0. Write-back leaves dirty pages in an idle node,
 /// so they are allowed under that policy.
 pub(crate) fn busy_counters(status: &Value, write_policy: WritePolicy) -> Vec<String> {

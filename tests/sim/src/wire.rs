@@ -13,6 +13,7 @@
 //! - A request over a slow network succeeds if its deadline leaves the time for it, and one that
 //!   ends at its deadline costs the others nothing.
 //! - A caller that a busy node refused, and that returns as told, gets in.
+//! - Without faults, a request does not miss a page that its node has all the time.
 //! - A node that copies from client memory copies the bytes of the put, or the put is lost.
 //! - A page that is read in place does not change until the reader releases it, whatever happens to
 //!   page, connection and node.
@@ -31,10 +32,12 @@
 //! L2 only if memory does.
 
 mod check;
+mod durable;
 mod model;
 mod net;
 mod nodes;
 mod operations;
+mod presence;
 mod progress;
 mod put;
 mod room;
@@ -50,7 +53,7 @@ use larder_client::{EndpointOptions, FabricOptions};
 use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId};
 use larder_node::WritePolicy;
 use larder_runtime::lock::Mutex;
-use larder_wire::{PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, VERSION_RDMA, VERSION_RETRY_AFTER};
+use larder_wire::{PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, TierCode, VERSION_RDMA, VERSION_RETRY_AFTER};
 use model::{Model, RequestTime};
 use net::{ClientHost, Network};
 use nodes::{NodeHost, address};
@@ -67,6 +70,9 @@ const OTHER_TENANT: &str = "other tenant";
 const ROUNDS: u64 = 3;
 /// Bound on virtual time. Only a deadlock exceeds it.
 const SEED_MAX: Duration = Duration::from_secs(24 * 3600);
+/// Pages up to this length fit into every bound of a connection that is not tight, however many the
+/// workers of a client read at a time.
+const BUSY_PAGE_BYTES_MIN: u64 = 160 << 10;
 /// Largest delay between a deadline and the end of the request, in milliseconds.
 const LATE_MS: u64 = 50;
 
@@ -190,7 +196,12 @@ impl ClusterSetup {
     /// a miss.
     fn reports_busy(&self) -> bool {
         let mut versions = self.node_protocols.iter().chain(&self.client_protocols);
-        !self.tight || versions.all(|&version| version >= VERSION_RETRY_AFTER)
+        !self.may_be_busy() || versions.all(|&version| version >= VERSION_RETRY_AFTER)
+    }
+
+    /// Returns `true` if a node may refuse reads of the workload.
+    fn may_be_busy(&self) -> bool {
+        self.tight || self.geometry.page_bytes() as u64 > BUSY_PAGE_BYTES_MIN
     }
 
     fn fabric(&self, devices: &[DeviceSpec]) -> FabricOptions {
@@ -260,6 +271,24 @@ impl Cluster {
 
     fn crashes(&self) -> bool {
         self.setup.profile.crashes()
+    }
+
+    /// Keys of all namespaces.
+    fn all_keys(&self) -> u64 {
+        self.setup.keys * NAMESPACES
+    }
+
+    fn all_nodes_speak(&self, version: u16) -> bool {
+        self.setup.node_protocols.iter().all(|&spoken| spoken >= version)
+    }
+
+    /// Returns `true` if a node has the page. Eviction may take any page, and then a miss is legal.
+    fn has_page(&self, key: u64) -> bool {
+        let has = |number| {
+            let node = self.network.host(&address(number)).map(|(node, _)| node);
+            node.is_some_and(|node| node.store().tiers().locate(&self.id(key)) != TierCode::Absent)
+        };
+        (0..self.setup.nodes).any(has)
     }
 
     fn violate(&self, problem: String) {

@@ -162,6 +162,10 @@ impl World {
         self.counts.lock().clone()
     }
 
+    pub fn count_of(&self, name: &str) -> u64 {
+        self.counts.lock().get(name).copied().unwrap_or(0)
+    }
+
     /// Hash over all events, and their number. Two runs of a seed with different hashes prove that
     /// something besides the seed decides.
     pub fn hash(&self) -> (u64, u64) {

@@ -113,7 +113,7 @@ const NODE: [FailPoint; 23] = [
     any("node.pins-never-expire", "Pins never expire."),
 ];
 
-const WIRE: [FailPoint; 38] = [
+const WIRE: [FailPoint; 44] = [
     any("wire.accept-damaged-frame", "A frame is accepted without verifying its checksum."),
     any("wire.accept-out-of-order-frame", "A frame is accepted without verifying its sequence number."),
     any("client.get-skips-checksum", "The client returns a page without verifying its checksums."),
@@ -170,6 +170,12 @@ const WIRE: [FailPoint; 38] = [
     any("node.range-misses-l3", "A range of a page that is only on L3 is a miss."),
     any("node.follow-ends-early", "A follow ends when no part lands for 5 s."),
     any("client.view-misses-held-page", "A view of a page in the memory of the node is a miss."),
+    any("client.hedge-gives-up-begun-page", "A hedged get gives up a page that is arriving."),
+    any("client.put-ends-between-parts", "A put ends when its caller passes no part for 2 s."),
+    any("client.copy-states-no-generation", "A put of a copy states no generation, so the node must refuse it."),
+    any("client.pool-keeps-ended-connection", "The client still uses a further connection that has ended."),
+    any("node.full-holds-are-a-miss", "A page in place is a miss when the node holds too many, instead of a copy."),
+    any("node.warm-misses-l3", "A warm does not read a page that is only on L3."),
 ];
 
 fn operations(scope: Scope) -> u64 {

@@ -331,7 +331,7 @@ impl Connection {
             match tokio::time::timeout_at(begin_by.into(), &mut done).await {
                 Ok(ended) => return (ended.expect("a handler always returns its buffers"), false),
                 // Once pages arrive, hedging would only waste them.
-                Err(_) if !self.pending.lock().has_begun(number) => {
+                Err(_) if !self.pending.lock().has_begun(number) || fail_point!("client.hedge-gives-up-begun-page") => {
                     return (self.finish(Some(outstanding), done, begin_by).await, true);
                 }
                 // The node has begun to answer: wait for the rest.

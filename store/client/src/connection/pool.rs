@@ -13,6 +13,7 @@ use super::handshake::{self, Handshake};
 use super::multiplex::Connection;
 use super::options::ConnectionOptions;
 use crate::url::Transport;
+use larder_runtime::fail_point;
 use larder_runtime::lock::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
@@ -128,7 +129,9 @@ struct PooledConnection<'a> {
 impl Drop for PooledConnection<'_> {
     fn drop(&mut self) {
         // Removed before it closes, so that no operation picks a connection that has ended.
-        self.pool.further.lock().retain(|connection| !Arc::ptr_eq(connection, &self.connection));
+        if !fail_point!("client.pool-keeps-ended-connection") {
+            self.pool.further.lock().retain(|connection| !Arc::ptr_eq(connection, &self.connection));
+        }
         self.connection.close();
     }
 }

@@ -12,7 +12,7 @@ use crate::connection::{Connection, OpenParts, PartSource, SentPart, cancel_puts
 use crate::stats::{Counters, count};
 use bytes::Bytes;
 use larder_format::{PageKey, PageOrigin, chunk_crcs};
-use larder_runtime::now;
+use larder_runtime::{fail_point, now};
 use larder_wire::{CommitOutcome, Entry, Request, ReserveOutcome, Reserved, Response, VERSION_COPIES};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -118,6 +118,7 @@ impl PutSource {
         match self {
             PutSource::Computed => Ok(None),
             PutSource::Copied(_) if connection.version() < VERSION_COPIES => Err(PutOutcome::Forgotten),
+            PutSource::Copied(_) if fail_point!("client.copy-states-no-generation") => Ok(Some(0)),
             PutSource::Copied(origin) => Ok(Some(connection.generation_of(origin))),
         }
     }
@@ -352,12 +353,20 @@ async fn drain(queue: &mut StepQueue, outcome: PutOutcome) -> Ended {
     None
 }
 
+/// Waits for the caller, who may take as long as the deadline leaves.
+async fn next_step(queue: &mut StepQueue) -> Option<PutStep> {
+    if fail_point!("client.put-ends-between-parts") {
+        return tokio::time::timeout(Duration::from_secs(2), queue.recv()).await.ok().flatten();
+    }
+    queue.recv().await
+}
+
 async fn send_parts(open: &mut CancelOnDrop<'_>, queue: &mut StepQueue, deadline: Instant) -> Ended {
     let connection = open.connection;
     let put = Entry { request: open.request, index: 0 };
     // The node copies these parts from client memory until it answers the commit.
     let mut shared_parts = Vec::new();
-    while let Some(step) = queue.recv().await {
+    while let Some(step) = next_step(queue).await {
         match step {
             PutStep::Part { part, bytes } => match send_part(connection, put, part as u32, bytes, deadline).await {
                 Some(SentPart::Location(bytes)) => shared_parts.push(bytes),

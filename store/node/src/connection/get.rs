@@ -300,6 +300,10 @@ impl PageSender {
                     drop(credit);
                     return responder.send_location(held, hold, page_request, &bytes, tier).await;
                 }
+                if fail_point!("node.full-holds-are-a-miss") {
+                    drop(credit);
+                    return responder.send(Response::Miss { index: page_request.index }).await;
+                }
             }
             PageTransport::Rdma(channels, numbers) => {
                 if let Some(hold) = node.store.tiers().hold(&page)

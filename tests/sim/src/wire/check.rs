@@ -24,14 +24,14 @@ pub(super) async fn quiesce(cluster: &Cluster, hosts: &[NodeHost], clients: &[Cl
     cluster.model.lock().quiesced();
     for (number, client) in clients.iter().enumerate() {
         if number < cluster.setup.namespaces as usize {
-            read_all_keys(cluster, client, cluster.setup.namespace_of_client(number)).await;
+            read_all_keys(cluster, hosts, client, cluster.setup.namespace_of_client(number)).await;
         }
     }
     for (number, client) in clients.iter().enumerate() {
         if cluster.world.failed() {
             return;
         }
-        put_and_get(cluster, client, key_in_namespace(cluster.setup.namespace_of_client(number), 0)).await;
+        put_and_get(cluster, hosts, client, key_in_namespace(cluster.setup.namespace_of_client(number), 0)).await;
     }
     if let Some(client) = clients.first().filter(|_| !cluster.world.failed()) {
         check_aborted_puts(cluster, client, 0).await;
@@ -81,34 +81,38 @@ fn remaining_work(cluster: &Cluster, host: &NodeHost) -> Vec<String> {
     problems
 }
 
-async fn read_all_keys(cluster: &Cluster, client: &Client, namespace: u64) {
+async fn read_all_keys(cluster: &Cluster, hosts: &[NodeHost], client: &Client, namespace: u64) {
     for key in (0..cluster.setup.keys).map(|number| key_in_namespace(namespace, number)) {
         // Before each get: the one before may have changed the tiers.
         let tier = client.locate(&[page_key(key)], soon(PATIENCE)).await.first().copied().flatten();
-        progress::require(cluster, client, key, tier).await;
+        progress::require(cluster, hosts, client, key, tier).await;
     }
 }
 
-/// Performs a forget, a put and a get. They must succeed unless the log has stopped. A cluster that
-/// refuses everything would pass the other checks.
-async fn put_and_get(cluster: &Cluster, client: &Client, key: u64) {
+/// Performs a forget, a put and a get. They must succeed unless a log reports that it takes no
+/// writes. A cluster that refuses everything would pass the other checks.
+async fn put_and_get(cluster: &Cluster, hosts: &[NodeHost], client: &Client, key: u64) {
     if !client.ready(PATIENCE).await {
         return cluster.violate("a client is not connected after faults have stopped".into());
     }
     // Pooled and RDMA connections may need a few more seconds.
     sleep(Duration::from_secs(5)).await;
-    let healthy = cluster.setup.profile.is_reliable();
+    // Asked after the failure, because requests may end a quarantine or begin one.
+    let has_stopped = || {
+        let is_reliable = cluster.setup.profile.is_reliable();
+        !is_reliable && hosts.iter().filter_map(NodeHost::up).any(|(node, _)| quiescence::has_stopped(&node.status()))
+    };
     if !operations::forget(cluster, client, vec![key], Limit::None, soon(PATIENCE)).await {
-        return match healthy {
-            true => cluster.violate("a forget is not complete after faults have stopped".into()),
-            false => cluster.world.forgive("forgiven: log stopped", 1),
+        return match has_stopped() {
+            true => cluster.world.forgive("forgiven: log stopped", 1),
+            false => cluster.violate("a forget is not complete after faults have stopped".into()),
         };
     }
     let started = cluster.request_time();
     let (put_id, outcome) = put::put_undisturbed(cluster, client, key).await;
     match outcome {
         PutOutcome::Stored => {}
-        _ if !healthy => return cluster.world.forgive("forgiven: log stopped", 1),
+        _ if has_stopped() => return cluster.world.forgive("forgiven: log stopped", 1),
         other => return cluster.violate(format!("a put is {other:?} after faults have stopped")),
     }
     let buffer = vec![0; cluster.setup.geometry.page_bytes()];

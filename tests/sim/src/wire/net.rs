@@ -21,11 +21,12 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::{OnceCell, oneshot};
 use tokio::task::AbortHandle;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 pub(super) struct NodeEndpoint {
     pub(super) server: Server,
     pub(super) arena: Arc<Arena>,
+    up_since: Instant,
     connections: Vec<Weak<FakeConnection>>,
     tasks: Vec<AbortHandle>,
 }
@@ -58,7 +59,8 @@ impl Network {
     }
 
     pub(super) fn up(&self, address: &str, server: Server, arena: Arc<Arena>) {
-        let endpoint = NodeEndpoint { server, arena, connections: Vec::new(), tasks: Vec::new() };
+        let up_since = Instant::now();
+        let endpoint = NodeEndpoint { server, arena, up_since, connections: Vec::new(), tasks: Vec::new() };
         self.hosts.lock().insert(address.into(), endpoint);
     }
 
@@ -77,6 +79,11 @@ impl Network {
 
     pub(super) fn host(&self, address: &str) -> Option<(Server, Arc<Arena>)> {
         self.hosts.lock().get(address).map(|endpoint| (endpoint.server.clone(), endpoint.arena.clone()))
+    }
+
+    /// Time since the node started. `None` if it does not run.
+    pub(super) fn up_for(&self, address: &str) -> Option<Duration> {
+        self.hosts.lock().get(address).map(|endpoint| endpoint.up_since.elapsed())
     }
 
     pub(super) fn break_one_connection(&self, address: &str, random: &mut RandomSource) {

@@ -2,10 +2,11 @@
 //!
 //! Invariant: a restarted node reuses the disk of its predecessor, never its memory.
 
+use super::durable::DurablePages;
 use super::{Cluster, net::Network};
 use crate::device::{Power, SimDevice};
 use crate::disk::CrashEffect;
-use crate::faults::Faults;
+use crate::faults::{Faults, Profile};
 use crate::identity::{NodeIdentity, check_first_generation, dir_of};
 use crate::incarnation::{STARTS_MAX, has_no_faults};
 use crate::random::{RandomSource, Stream};
@@ -50,6 +51,7 @@ pub(super) struct NodeHost {
     /// Number of starts so far.
     starts: u64,
     running: Option<RunningNode>,
+    durable: DurablePages,
 }
 
 pub(super) fn address(number: usize) -> String {
@@ -59,7 +61,7 @@ pub(super) fn address(number: usize) -> String {
 impl NodeHost {
     pub(super) fn new(cluster: Arc<Cluster>, number: usize) -> NodeHost {
         let random = RandomSource::new(cluster.world.seed, Stream::Host(number as u64));
-        NodeHost { cluster, number, random, starts: 0, running: None }
+        NodeHost { cluster, number, random, starts: 0, running: None, durable: DurablePages::default() }
     }
 
     fn network(&self) -> &Network {
@@ -79,6 +81,7 @@ impl NodeHost {
                 let next = until.min(Instant::now() + Duration::from_secs(1));
                 // Short waits, so that connections break while the node serves.
                 lost = timeout_at(next, power.failed()).await.is_ok();
+                self.note_pages();
                 if self.cluster.crashes() && self.random.chance(100_000) {
                     self.cluster.network.break_one_connection(&address(self.number), &mut self.random);
                 }
@@ -187,6 +190,7 @@ impl NodeHost {
             }
         };
         check_first_generation(world, first, std::slice::from_ref(&l3));
+        self.durable.begin(first);
         let page_bytes = setup.geometry.page_bytes() as u64;
         let node = NodeOptions {
             l2_bytes: setup.l2_bytes,
@@ -235,10 +239,24 @@ impl NodeHost {
         larder_node::sim::open_rdma(&options, arena).await
     }
 
+    /// Tells which pages the log has. Only crashes make a difference between them.
+    fn note_pages(&mut self) {
+        if let Some(running) = self.running.as_ref().filter(|_| self.cluster.setup.profile == Profile::Crash) {
+            self.durable.note(&self.cluster, &running.l3);
+        }
+    }
+
+    /// Returns `true` if a crash may have torn the page. Its next read tells.
+    pub(super) fn may_have_torn(&self, key: u64) -> bool {
+        self.running.as_ref().is_some_and(|running| self.durable.may_be_torn(&self.cluster.id(key), &running.l3))
+    }
+
     fn crash(&mut self) {
-        let Some(running) = self.running.take() else { return };
         let effect = CrashEffect::draw(&mut self.random);
         let silent = !matches!(effect, CrashEffect::ProcessKilled);
+        self.note_pages();
+        let Some(running) = self.running.take() else { return };
+        self.durable.end(silent);
         self.cluster.world.fault("node crashes", [self.number as u64, self.starts, silent.into()]);
         self.network().down(&address(self.number), silent);
         running.stop.cancel();
@@ -255,6 +273,9 @@ impl NodeHost {
         let _ = running.upkeep.await;
         let closed = async {
             running.server.store().close((Instant::now() + CLOSE_PATIENCE).into_std()).await;
+            if self.cluster.setup.profile == Profile::Crash {
+                self.durable.note(&self.cluster, &running.l3);
+            }
             // The process ends only after its device has completed all requests.
             drop((running.server, running.l3));
             running.device.idle().await;
@@ -269,6 +290,7 @@ impl NodeHost {
                 false
             }
         };
+        self.durable.end(power_failed);
         if power_failed {
             running.device.lose_power(CrashEffect::draw(&mut self.random), &mut self.random);
         }

@@ -1,5 +1,6 @@
 //! Workers of a cluster: they draw client operations and check every answer against the model.
 
+use super::presence::Presence;
 use super::{Cluster, LATE_MS, put, soon, worker_random};
 use crate::faults::Profile;
 use crate::model::ContentMatch;
@@ -168,13 +169,18 @@ impl Worker {
         let ((limit, deadline), started) = (self.limit(), self.cluster.request_time());
         let hedge = self.random.chance(200_000).then(|| Duration::from_millis(self.random.below(300)));
         let options = GetOptions { hedge_after: hedge, busy_retries: self.random.below(3) as u32 };
+        let waits = matches!(limit, Limit::None) && hedge.is_none();
+        let presence = Presence::before(&self.cluster, &self.client, &keys, waits);
         let got = limit.run(self.client.get_described(pages, options, deadline)).await;
         self.cluster.check_end("get", deadline, LATE_MS);
         let copied = self.cluster.model.lock().tick();
         let Some(got) = got else { return self.cluster.world.count("cancelled", 1) };
-        for (key, (bytes, fetched, description)) in keys.into_iter().zip(got) {
+        for (at, (key, (bytes, fetched, description))) in keys.into_iter().zip(got).enumerate() {
             let Some(tier) = fetched.tier() else {
                 let busy = matches!(fetched, Fetched::Busy { .. });
+                if !busy && self.cluster.setup.reports_busy() {
+                    presence.check_miss(&self.cluster, at, started, "get");
+                }
                 self.cluster.world.event("miss", [key, busy.into(), 0]);
                 self.cluster.world.count(if busy { "busy" } else { "misses" }, 1);
                 continue;
@@ -208,15 +214,22 @@ impl Worker {
         let ranges =
             started.iter().map(|(key, range)| (page_key(*key), range.clone(), vec![0xee; range.len()])).collect();
         let ((limit, deadline), since) = (self.limit(), self.cluster.request_time());
-        let got = limit.run(self.client.get_ranges(ranges, deadline)).await;
+        let keys: Vec<u64> = started.iter().map(|(key, _)| *key).collect();
+        let presence = Presence::before(&self.cluster, &self.client, &keys, matches!(limit, Limit::None));
+        let got = limit.run(self.client.get_ranges_with(ranges, GetOptions::default(), deadline)).await;
         self.cluster.check_end("get of ranges", deadline, LATE_MS);
         let Some(got) = got else { return self.cluster.world.count("cancelled", 1) };
-        for ((key, range), (bytes, tier)) in started.into_iter().zip(got) {
-            let Some(tier) = tier else {
+        let page_bytes = self.cluster.setup.geometry.page_bytes();
+        for (at, ((key, range), (bytes, fetched))) in started.into_iter().zip(got).enumerate() {
+            let is_valid = !range.is_empty() && range.end as usize <= page_bytes;
+            let Some(tier) = fetched.tier() else {
                 self.cluster.world.count("ranges missed", 1);
+                if is_valid && fetched == Fetched::Miss && self.cluster.setup.reports_busy() {
+                    presence.check_miss(&self.cluster, at, since, "get of ranges");
+                }
                 continue;
             };
-            if range.is_empty() || range.end as usize > self.cluster.setup.geometry.page_bytes() {
+            if !is_valid {
                 self.cluster.violate(format!("key {key}: the invalid range {range:?} returned bytes"));
             }
             let model = self.cluster.model.lock();
@@ -236,10 +249,16 @@ impl Worker {
         let keys = self.draw_keys(4);
         let names: Vec<PageKey> = keys.iter().map(|&key| page_key(key)).collect();
         let ((limit, deadline), started) = (self.limit(), self.cluster.request_time());
+        // A view does not tell a busy node from a miss.
+        let waits = matches!(limit, Limit::None) && !self.cluster.setup.may_be_busy();
+        let presence = Presence::before(&self.cluster, &self.client, &keys, waits);
         let views = limit.run(self.client.view(&names, deadline)).await;
         self.cluster.check_end("view", deadline, LATE_MS);
-        for (key, view) in keys.into_iter().zip(views.unwrap_or_default()) {
-            let Some(view) = view else { continue };
+        for (at, (key, view)) in keys.into_iter().zip(views.unwrap_or_default()).enumerate() {
+            let Some(view) = view else {
+                presence.check_miss(&self.cluster, at, started, "view");
+                continue;
+            };
             let content = self.check("view", key, &view, started);
             self.cluster.world.event("view", [key, content.unwrap_or(0), view.in_place().into()]);
             self.cluster.world.count(if view.in_place() { "views in place" } else { "views copied" }, 1);
@@ -281,9 +300,14 @@ impl Worker {
         let names: Vec<PageKey> = keys.iter().map(|&key| page_key(key)).collect();
         let hold = Duration::from_millis([0, 100, 3_000, 60_000][self.random.below(4) as usize]);
         let ((limit, deadline), started) = (self.limit(), self.cluster.request_time());
+        let presence = Presence::before(&self.cluster, &self.client, &keys, matches!(limit, Limit::None));
         let found = limit.run(self.client.lookup(&names, hold, deadline)).await;
         self.cluster.check_end("lookup", deadline, LATE_MS);
         let Some(found) = found else { return };
+        if found.answered {
+            // The prefix ends at the first page that is not there.
+            presence.check_miss(&self.cluster, found.tiers.len(), started, "lookup");
+        }
         self.cluster.world.event("lookup", [keys[0], found.tiers.len() as u64, found.held as u64]);
         for (&key, tier) in keys.iter().zip(&found.tiers) {
             self.check_reported_tier(key, *tier, started);
@@ -343,11 +367,13 @@ impl Worker {
         let keys = self.draw_keys(6);
         let names: Vec<PageKey> = keys.iter().map(|&key| page_key(key)).collect();
         let ((limit, deadline), started) = (self.limit(), self.cluster.request_time());
+        let presence = Presence::before(&self.cluster, &self.client, &keys, matches!(limit, Limit::None));
         let found = limit.run(self.client.locate(&names, deadline)).await;
         self.cluster.check_end("locate", deadline, LATE_MS);
-        for (key, tier) in keys.into_iter().zip(found.unwrap_or_default()) {
-            if let Some(tier) = tier {
-                self.check_reported_tier(key, tier, started);
+        for (at, (key, tier)) in keys.into_iter().zip(found.unwrap_or_default()).enumerate() {
+            match tier {
+                Some(tier) => self.check_reported_tier(key, tier, started),
+                None => presence.check_miss(&self.cluster, at, started, "locate"),
             }
         }
     }

@@ -4,119 +4,53 @@
 //! for a page that is there must be a hit, if its link brings the bytes before its deadline:
 //!
 //! - At full speed, every page that a lookup finds ([`require`]).
-//! - Over a slow network: a put, gets of a page in L2 and of one that is only on L3, ranges, and a
-//!   follow. Each page takes [`PAGE_TIME`], longer than the silence after which a peer counts as
-//!   dead. A get that ends at its deadline costs the others nothing.
-//! - Beside the slow network, a view by a client on the same machine.
-//! - Over slow RDMA devices: a put, a get, ranges, and a get that ends at its deadline. A page
-//!   takes longer than the stall timeout of the devices, and none of their connections may fail.
+//! - Over a slow network, requests of every kind ([`slow_network`]). Each page takes
+//!   [`PAGE_TIME`], longer than the silence after which a peer counts as dead.
+//! - Over slow RDMA devices, every kind that uses them ([`rdma`]).
 //!
 //! Where devices or memory fail, a node may lose a page at any time, and a crash tears pages that
-//! were not durable. The node must notice that at the first read: a page that was missed is not
-//! found any more. Puts may fail where devices do, so only gets are checked there. The counters
-//! "progress checks" and "forgiven: …" tell how often.
+//! were not durable ([`super::durable`]). The node must notice that at the first read: a page that
+//! was missed is not found any more. Puts may fail where devices do, so only gets are checked
+//! there. The counters "progress checks" and "forgiven: …" tell how often.
 
-use super::net::ClientHost;
+mod rdma;
+mod slow_network;
+
 use super::nodes::NodeHost;
-use super::{ClientSpec, Cluster, operations, put, room, soon};
+use super::{Cluster, durable, soon};
 use crate::payload::{key_in_namespace, page_key};
-use crate::quiescence::status_number;
-use crate::workload::Limit;
-use futures::future::join_all;
-use larder_client::{Client, FabricOptions, FollowEnd, PutOutcome, Tier, Transport};
-use larder_wire::VERSION_RDMA_PROGRESS;
+use larder_client::{Client, FollowEnd, Tier};
+use slow_network::Clients;
 use std::time::Duration;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 /// Time in which the slow network carries one page.
 const PAGE_TIME: Duration = Duration::from_secs(12);
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Deadline of a get that ends in the middle of its payload.
-const SHORT: Duration = Duration::from_secs(7);
-/// Largest delay between the short deadline and the end of that get.
-const SHORT_LATE: Duration = Duration::from_millis(50);
-/// Keys of the pages that the checks put.
-const KEYS: [u64; 3] = [0, 1, 2];
-/// Length of a request on a slow RDMA device, in bytes, unless the options have a smaller one.
-const RDMA_CHUNK_BYTES: u32 = larder_client::SLOW_CHUNK_BYTES;
-/// Requests of that length that a slow RDMA device completes in the time after which its client or
-/// the node gives up.
-const RDMA_CHUNKS_PER_STALL: u64 = 3;
+/// Number of the keys that the checks put, from 0.
+const KEYS: u64 = 9;
 
 /// Time after which a node does not expect puts to take as long as those before.
 const PACE_AGE_MAX: Duration = Duration::from_secs(6);
 /// Rate from which requests must succeed.
 const BYTES_PER_SECOND_MIN: u64 = 64 << 10;
-/// Pages of a writer over RDMA. All of them take less than the deadline of a put.
-const WRITTEN_PAGES_MAX: u64 = 4;
 
 pub(super) async fn check(cluster: &Cluster, hosts: &[NodeHost], client: &Client) {
-    let slow = cluster.remote_client("slow", cluster.spec());
-    let writer = cluster.remote_client("slow writer", cluster.spec());
-    let machine = ClientHost::new(cluster.network.clone(), true, FabricOptions::default());
-    let local =
-        cluster.client("local", machine, ClientSpec { connections: 1, transport: Transport::Shm, ..cluster.spec() });
-    for client in [&slow, &writer, &local] {
-        if !client.ready(PATIENCE).await {
-            return cluster.violate("a client is not connected before the progress check".into());
-        }
-    }
+    let Some(clients) = Clients::connect(cluster).await else {
+        return cluster.violate("a client is not connected before the progress check".into());
+    };
     if cluster.setup.profile.is_reliable() {
-        check_puts_and_gets(cluster, client, &slow, &writer, &local).await;
+        slow_network::check(cluster, client, &clients).await;
     } else {
         cluster.world.forgive("forgiven: progress of failing nodes", 1);
     }
-    check_stored_pages(cluster, &slow).await;
-    drop((slow, writer, local));
+    check_stored_pages(cluster, hosts, &clients.slow).await;
+    drop(clients);
     if cluster.setup.profile.is_reliable() && !cluster.world.failed() {
-        check_rdma(cluster, hosts, client).await;
+        rdma::check(cluster, hosts, client).await;
     }
     // The node forgets the pace of these puts.
     sleep(PACE_AGE_MAX).await;
-}
-
-async fn check_puts_and_gets(cluster: &Cluster, client: &Client, slow: &Client, writer: &Client, local: &Client) {
-    let [resident, put, followed] = KEYS.map(|number| key_in_namespace(0, number));
-    for key in [resident, put, followed] {
-        if !operations::forget(cluster, client, vec![key], Limit::None, soon(PATIENCE)).await {
-            return cluster.violate("a forget is not complete before the progress check".into());
-        }
-    }
-    let (_, outcome) = put::put_undisturbed(cluster, client, resident).await;
-    if outcome != PutOutcome::Stored {
-        return cluster.violate(format!("a put is {outcome:?} before the progress check"));
-    }
-    cluster.world.count("progress checks", 1);
-    let slowness = SlowNetwork::begin(cluster);
-    let connections = cluster.network.connections();
-    let (_, outcome) = put::put_undisturbed(cluster, slow, put).await;
-    if outcome != PutOutcome::Stored {
-        cluster.violate(format!("a put over a slow network is {outcome:?} although its deadline is long enough"));
-    }
-    let deadline = Instant::now() + SHORT;
-    let short = async {
-        get(cluster, slow, resident, SHORT).await;
-        let late = deadline.elapsed();
-        if late > SHORT_LATE {
-            cluster.violate(format!("a get over a slow network ended {late:?} after its deadline"));
-        }
-    };
-    let long = async {
-        if !get(cluster, slow, put, PATIENCE).await {
-            cluster.violate("a get over a slow network is a miss although its deadline is long enough".into());
-        }
-    };
-    tokio::join!(short, long, check_view(cluster, local, resident));
-    check_range(cluster, slow, put, "a slow network").await;
-    tokio::join!(check_follow(cluster, slow, followed), async {
-        // The follower comes first.
-        sleep(Duration::from_secs(1)).await;
-        put::put_undisturbed(cluster, writer, followed).await;
-    });
-    if cluster.network.connections() != connections {
-        cluster.violate("a deadline on a slow network cost a connection".into());
-    }
-    drop(slowness);
 }
 
 /// A network that carries a page in [`PAGE_TIME`], until this is dropped.
@@ -165,11 +99,11 @@ async fn check_range(cluster: &Cluster, client: &Client, key: u64, link: &str) {
     }
 }
 
-async fn check_view(cluster: &Cluster, client: &Client, key: u64) {
+async fn check_view(cluster: &Cluster, client: &Client, key: u64, link: &str) {
     let started = cluster.request_time();
     let views = client.view(&[page_key(key)], soon(PATIENCE)).await;
     match views.first().and_then(Option::as_ref) {
-        None => cluster.violate("a view on the machine of the node is a miss although the page is there".into()),
+        None => cluster.violate(format!("a view over {link} is a miss although its page is there")),
         Some(view) => {
             if let Err(problem) = cluster.model.lock().check(key, view, started, false) {
                 cluster.violate(format!("view during a progress check: {problem}"));
@@ -178,24 +112,29 @@ async fn check_view(cluster: &Cluster, client: &Client, key: u64) {
     }
 }
 
-async fn check_follow(cluster: &Cluster, client: &Client, key: u64) {
+async fn check_follow(cluster: &Cluster, client: &Client, key: u64, link: &str) {
     let started = cluster.request_time();
     let buffer = vec![0; cluster.setup.geometry.page_bytes()];
     let (bytes, end) = client.follow(page_key(key), buffer, soon(PATIENCE)).finish().await;
     if end != FollowEnd::Sealed {
-        return cluster.violate(format!("a follow over a slow network is {end:?} although the page was put"));
+        return cluster.violate(format!("a follow over {link} is {end:?} although its page was put"));
     }
     if let Err(problem) = cluster.model.lock().check(key, &bytes, started, false) {
-        cluster.violate(format!("follow over a slow network: {problem}"));
+        cluster.violate(format!("follow over {link}: {problem}"));
     }
 }
 
 /// Reads over a slow network one page that is in L2 and one that is only on L3, if there are some.
-async fn check_stored_pages(cluster: &Cluster, slow: &Client) {
+async fn check_stored_pages(cluster: &Cluster, hosts: &[NodeHost], slow: &Client) {
     let keys: Vec<u64> = (0..cluster.setup.keys).map(|number| key_in_namespace(0, number)).collect();
     let names: Vec<_> = keys.iter().map(|&key| page_key(key)).collect();
     let tiers = slow.locate(&names, soon(PATIENCE)).await;
     let _slowness = SlowNetwork::begin(cluster);
+    // Not the last one, which is read below.
+    let mut on_l3 = (0..tiers.len()).filter(|&at| tiers[at] == Some(Tier::L3));
+    if let (Some(at), Some(_)) = (on_l3.next(), on_l3.next()) {
+        check_warm(cluster, hosts, slow, keys[at]).await;
+    }
     for wanted in [Tier::L2, Tier::L3] {
         // The last one: the keys of the other checks come first.
         let Some(at) = tiers.iter().rposition(|tier| *tier == Some(wanted)) else { continue };
@@ -204,20 +143,33 @@ async fn check_stored_pages(cluster: &Cluster, slow: &Client) {
         if cluster.setup.profile.is_reliable() && cluster.model.lock().is_untouched(keys[at], started) {
             check_range(cluster, slow, keys[at], "a slow network").await;
         }
-        require(cluster, slow, keys[at], tiers[at]).await;
+        require(cluster, hosts, slow, keys[at], tiers[at]).await;
+    }
+}
+
+/// Brings a page from L3 to L2.
+async fn check_warm(cluster: &Cluster, hosts: &[NodeHost], client: &Client, key: u64) {
+    let started = cluster.request_time();
+    let may_be_damaged = durable::may_be_damaged(cluster, hosts, key);
+    let warmed = client.warm(&[page_key(key)], soon(PATIENCE)).await;
+    cluster.world.count("pages warmed over a slow network", warmed as u64);
+    let is_demanded = !may_be_damaged && cluster.model.lock().is_untouched(key, started);
+    if warmed == 0 && is_demanded && cluster.has_page(key) {
+        cluster.violate(format!("key {key}: a warm did not read the page, which is on L3"));
     }
 }
 
 /// Reads a page that a lookup has found in `tier`, if any.
-pub(super) async fn require(cluster: &Cluster, client: &Client, key: u64, tier: Option<Tier>) {
+pub(super) async fn require(cluster: &Cluster, hosts: &[NodeHost], client: &Client, key: u64, tier: Option<Tier>) {
     let started = cluster.request_time();
+    let may_be_damaged = durable::may_be_damaged(cluster, hosts, key);
     if get(cluster, client, key, PATIENCE).await {
         return cluster.world.count("pages read when quiescent", 1);
     }
     if tier.is_none() || !cluster.model.lock().is_untouched(key, started) {
         return;
     }
-    if !cluster.crashes() {
+    if !may_be_damaged {
         return cluster.violate(format!("key {key} was found in {tier:?}, and a get missed it"));
     }
     let again = client.locate(&[page_key(key)], soon(PATIENCE)).await;
@@ -227,87 +179,4 @@ pub(super) async fn require(cluster: &Cluster, client: &Client, key: u64, tier: 
             cluster.violate(format!("key {key} was found in {tier:?}, a get missed it, and it is in {again:?}"))
         }
     }
-}
-
-/// Puts and reads over RDMA devices that are slow and otherwise healthy.
-async fn check_rdma(cluster: &Cluster, hosts: &[NodeHost], client: &Client) {
-    let setup = &cluster.setup;
-    let all_have_devices = setup.node_devices.iter().all(|devices| !devices.is_empty());
-    let is_new = setup.node_protocols.iter().all(|&version| version >= VERSION_RDMA_PROGRESS);
-    let devices = setup.client_devices.iter().find(|devices| !devices.is_empty());
-    let Some(devices) = devices.filter(|_| all_have_devices && is_new && setup.memory_bytes > 0) else { return };
-    let machine = ClientHost::new(cluster.network.clone(), false, setup.fabric(devices));
-    let spec = ClientSpec { transport: Transport::Rdma, connections: 1, ..cluster.spec() };
-    let slow = cluster.client("slow RDMA", machine, spec);
-    if !slow.ready(PATIENCE).await {
-        return cluster.violate("a client over RDMA is not connected before the progress check".into());
-    }
-    // The channels follow the connection.
-    sleep(Duration::from_secs(5)).await;
-    let key = key_in_namespace(0, KEYS[0]);
-    if !operations::forget(cluster, client, vec![key], Limit::None, soon(PATIENCE)).await {
-        return cluster.violate("a forget is not complete before the check of RDMA".into());
-    }
-    cluster.world.count("rdma progress checks", 1);
-    let failed = failed_channels(hosts);
-    let page_bytes = setup.geometry.page_bytes() as u64;
-    let chunk = u64::from(RDMA_CHUNK_BYTES.min(setup.endpoint.chunk_bytes)).min(page_bytes);
-    // The node revokes a page that its client does not use for as long.
-    let silence_max = setup.endpoint.stall_timeout.min(Duration::from_millis(setup.page_age_ms));
-    let fast_enough = (RDMA_CHUNKS_PER_STALL * chunk) as f64 / silence_max.as_secs_f64();
-    let rate = (fast_enough as u64).max(page_bytes / PAGE_TIME.as_secs()) + 1;
-    cluster.rdma.lock().bytes_per_second = rate;
-    let (_, outcome) = put::put_undisturbed(cluster, &slow, key).await;
-    if outcome != PutOutcome::Stored {
-        cluster.violate(format!("a put over a slow RDMA device is {outcome:?} although its deadline is long enough"));
-    }
-    // Ends in the middle of the transfer.
-    get(cluster, &slow, key, Duration::from_secs_f64(page_bytes as f64 / rate as f64 / 2.0)).await;
-    if !get(cluster, &slow, key, PATIENCE).await {
-        cluster.violate("a get over a slow RDMA device is a miss although its deadline is long enough".into());
-    }
-    check_range(cluster, &slow, key, "a slow RDMA device").await;
-    check_rdma_writer(cluster, client, &slow, rate).await;
-    if failed_channels(hosts) != failed {
-        cluster.violate("a slow RDMA device cost a channel".into());
-    }
-    cluster.rdma.lock().bytes_per_second = 0;
-    drop(slow);
-}
-
-/// Fills the room for puts with pages that are written by slow RDMA devices, while another client
-/// of the tenant wants room. A writer that makes progress loses nothing.
-async fn check_rdma_writer(cluster: &Cluster, client: &Client, slow: &Client, rate: u64) {
-    let pages = room::pages_in(cluster, room::room(cluster)).min(WRITTEN_PAGES_MAX);
-    let keys: Vec<u64> = (0..pages).map(|number| key_in_namespace(0, number)).collect();
-    if !operations::forget(cluster, client, keys.clone(), Limit::None, soon(PATIENCE)).await {
-        return cluster.violate("a forget is not complete before the check of RDMA writers".into());
-    }
-    let other = cluster.remote_client("other writer", cluster.spec());
-    if !other.ready(PATIENCE).await {
-        return cluster.violate("a client is not connected before the check of RDMA writers".into());
-    }
-    // Nothing is promised below it.
-    cluster.rdma.lock().bytes_per_second = rate.max(BYTES_PER_SECOND_MIN);
-    let puts = keys.iter().map(|&key| put::put_undisturbed(cluster, slow, key));
-    tokio::select! {
-        biased;
-        outcomes = join_all(puts) => {
-            let lost = outcomes.iter().filter(|(_, outcome)| *outcome == PutOutcome::Lost).count();
-            if lost > 0 {
-                cluster.violate(format!("{lost} of {pages} puts over a slow RDMA device were lost to another client"));
-            }
-        }
-        () = room::put_again_and_again(cluster, &other) => {}
-    }
-}
-
-/// Number of RDMA channels of all nodes that failed.
-fn failed_channels(hosts: &[NodeHost]) -> u64 {
-    let of_host = |host: &NodeHost| {
-        let status = host.up()?.0.status();
-        let devices = status.get("rdma")?.as_array()?;
-        Some(devices.iter().map(|device| status_number(device, "/channels_failed")).sum::<u64>())
-    };
-    hosts.iter().filter_map(of_host).sum()
 }

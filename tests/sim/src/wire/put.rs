@@ -12,6 +12,9 @@ use larder_format::PageOrigin;
 use std::time::{Duration, Instant};
 use tokio::time::sleep;
 
+/// Returns of a put of several pages to a busy node.
+const BATCH_RETRIES: u32 = 10;
+
 pub(super) fn page(key: u64) -> NewPage {
     NewPage { key: page_key(key), parent: parent(key), position: position(key) }
 }
@@ -216,12 +219,85 @@ pub(super) async fn pages(
     }
 }
 
+fn begin_undisturbed(cluster: &Cluster, key: u64) -> PutId {
+    let mut model = cluster.model.lock();
+    let put_id = model.put_begins(key, None);
+    model.commit_requested(put_id);
+    put_id
+}
+
 pub(super) async fn put_undisturbed(cluster: &Cluster, client: &Client, key: u64) -> (PutId, PutOutcome) {
-    let put_id = cluster.model.lock().put_begins(key, None);
+    let put_id = begin_undisturbed(cluster, key);
     let started = cluster.request_time();
-    cluster.model.lock().commit_requested(put_id);
     let pages = vec![(page(key), bytes_of(cluster, client, put_id))];
     let outcomes = client.put_pages(pages, PutOptions::default(), soon(Duration::from_secs(60))).await;
     record_outcome(cluster, put_id, PutOptions::default(), Some(outcomes[0]), started);
     (put_id, outcomes[0])
+}
+
+/// Puts several pages at once. The client returns for those that a busy node refuses: pages that
+/// are being written to L3 take room, too.
+pub(super) async fn put_pages_undisturbed(
+    cluster: &Cluster,
+    client: &Client,
+    keys: &[u64],
+    patience: Duration,
+) -> Vec<PutOutcome> {
+    let started = cluster.request_time();
+    let names: Vec<PutId> = keys.iter().map(|&key| begin_undisturbed(cluster, key)).collect();
+    let pages = names.iter().map(|&put_id| (page(put_id.key), bytes_of(cluster, client, put_id))).collect();
+    let options = PutOptions { busy_retries: BATCH_RETRIES, ..PutOptions::default() };
+    let outcomes = client.put_pages(pages, options, soon(patience)).await;
+    for (&put_id, &outcome) in names.iter().zip(&outcomes) {
+        record_outcome(cluster, put_id, PutOptions::default(), Some(outcome), started);
+    }
+    outcomes
+}
+
+/// Passes the parts of new content to an open put, with a pause before each, and commits it.
+/// Returns the outcome, and the page as its writer may keep it.
+pub(super) async fn stream_undisturbed(
+    cluster: &Cluster,
+    client: &Client,
+    open: PagePut,
+    key: u64,
+    pause: Duration,
+    patience: Duration,
+) -> (PutOutcome, KeptPage) {
+    let put_id = begin_undisturbed(cluster, key);
+    let (outcome, origin) = pass_parts(cluster, client, open, put_id, pause, patience).await;
+    let copied = cluster.model.lock().tick();
+    (outcome, KeptPage { key, content: put_id.content, origin, copied })
+}
+
+/// Puts a page again that its client has kept.
+pub(super) async fn copy_undisturbed(
+    cluster: &Cluster,
+    client: &Client,
+    kept: KeptPage,
+    patience: Duration,
+) -> PutOutcome {
+    let put_id = cluster.model.lock().copy_begins(kept.key, kept.content, kept.copied);
+    cluster.model.lock().commit_requested(put_id);
+    let open = client.put_copy(page(kept.key), kept.origin, PutOptions::default(), soon(patience));
+    pass_parts(cluster, client, open, put_id, Duration::ZERO, patience).await.0
+}
+
+async fn pass_parts(
+    cluster: &Cluster,
+    client: &Client,
+    mut open: PagePut,
+    put_id: PutId,
+    pause: Duration,
+    patience: Duration,
+) -> (PutOutcome, Option<PageOrigin>) {
+    let started = cluster.request_time();
+    let mut bytes = bytes_of(cluster, client, put_id);
+    for (part, length) in cluster.setup.geometry.part_table().into_iter().enumerate() {
+        sleep(pause).await;
+        open.part(part, bytes.split_to(length as usize));
+    }
+    let (outcome, origin) = open.commit_described(soon(patience)).await;
+    record_outcome(cluster, put_id, PutOptions::default(), Some(outcome), started);
+    (outcome, origin)
 }
