@@ -1,7 +1,8 @@
 //! Hostile test: attacks on every port at once, beside honest clients.
 //!
 //! A store node, two engines and a router run as processes of this binary. Honest clients measure
-//! alone first, then beside the attackers for the time of the test. The servers pass if
+//! alone and beside the attackers, in turns: the speed of a machine changes within seconds. The
+//! samples of all turns count together. The servers pass if
 //!
 //! - every honest request succeeds with the right answer, within twice its time alone,
 //! - no process exceeds its memory,
@@ -9,15 +10,16 @@
 //!   their numbers from before the attacks.
 //!
 //! All run on one machine. The threads of the attackers have the lowest priority, and may still
-//! delay honest clients by themselves. So the honest clients are measured a third time, beside a
-//! load that takes the same processor time as those threads and attacks nothing. The difference
-//! between the two is the servers' part.
+//! delay honest clients by themselves. So each turn has a third part, beside a load that takes the
+//! same processor time as those threads and attacks nothing. The difference between the two is the
+//! servers' part.
 
 mod attacker;
 mod cpu;
 mod data;
 mod honest;
 mod http;
+mod redis;
 mod servers;
 mod templates;
 
@@ -31,6 +33,7 @@ use serde::Serialize;
 use serde_json::Value;
 use servers::{Resources, Servers};
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -39,8 +42,8 @@ use tokio_util::sync::CancellationToken;
 
 #[derive(Debug, Parser)]
 pub struct Args {
-    /// Duration of the attacks, in seconds. The honest clients first run alone for half of it, at
-    /// most for a minute
+    /// Duration of the attacks, in seconds. The honest clients also run alone for as long, at most
+    /// for a minute. Both run in turns of 10 s and more
     #[arg(long, default_value_t = 60, value_name = "SECONDS")]
     seconds: u64,
     /// Duration of the attacks, in minutes. Overrides --seconds
@@ -70,8 +73,13 @@ const P99_RATIO_MAX: f64 = 2.0;
 const MEMORY_BEYOND_ALONE_MAX: u64 = 256 << 20;
 /// Time of honest requests before the first measurement.
 const WARM_UP_TIME: Duration = Duration::from_secs(3);
-/// Maximum time alone.
+/// Maximum time alone, of all turns together.
 const ALONE_MAX: Duration = Duration::from_secs(60);
+/// Minimum time of the attacks in one turn: most deadlines of the servers pass within it.
+const TURN_MIN: Duration = Duration::from_secs(10);
+const TURNS_MAX: u32 = 6;
+/// Time after attacks in which servers end the work that these left.
+const SETTLE_TIME: Duration = Duration::from_secs(5);
 /// Time without requests before the baseline. Idle threads and idle HTTP connections end sooner.
 const QUIET_TIME: Duration = Duration::from_secs(12);
 /// Maximum time in which all resources must return.
@@ -251,16 +259,16 @@ async fn measure(
         model_dir: servers.model_dir.clone(),
         next_page: Arc::<AtomicU64>::default(),
         next_prompt: Arc::<AtomicU64>::default(),
+        next_value: Arc::<AtomicU64>::default(),
     });
     let attacks = selected_attacks(&args.attack, &args.without)?;
-    let here = tokio::runtime::Handle::current();
     // The first requests wait for the engines' connections and for the template worker.
+    let here = tokio::runtime::Handle::current();
     let Honest { chats, .. } = honest::run(&target, BTreeMap::new(), WARM_UP_TIME, &here).await?;
+    let mut turns = Turns::new(&servers, &target, &attacks, threads, chats);
+    let times = TurnTimes::of(time);
     progress("honest clients alone …");
-    let alone_time = ALONE_MAX.min(time / 2);
-    let cpu_before = servers.cpu_seconds()?;
-    let mut alone = honest::run(&target, chats, alone_time, &here).await?;
-    let processors_alone = processors(&cpu_before, &servers.cpu_seconds()?, alone_time);
+    turns.alone(times.alone).await?;
     if attacks.iter().any(|attack| attack.name == templates::NAME) {
         // A router keeps models whose engines have ended, in bounds, and a client of the store with
         // each.
@@ -270,56 +278,46 @@ async fn measure(
     let memory_alone = peak_memory(&servers)?;
     let resources = servers.resources()?;
     let node_use = NodeUse::of(&servers.node_status().await?)?;
-    progress("honest clients beside attackers …");
-    let cpu_before = servers.cpu_seconds()?;
-    let recorded = CancellationToken::new();
-    let recording = cpu::Threads::named(LOAD_THREAD)?.record(recorded.clone());
-    let begin = Instant::now();
-    let entered = threads.enter();
-    let attackers = Attackers::start(&attacks, &target);
-    drop(entered);
-    let beside = honest::run(&target, std::mem::take(&mut alone.chats), time, &here).await;
-    let attacks = attackers.stop().await.into_iter().collect();
-    let taken = begin.elapsed();
-    recorded.cancel();
-    let processors_beside = processors(&cpu_before, &servers.cpu_seconds()?, taken);
-    let recording = recording.await?;
+    for turn in 1..=times.count {
+        progress(&format!("turn {turn} of {}: beside attackers, beside a load in their place, alone …", times.count));
+        let recording = turns.beside(times.beside).await?;
+        tokio::time::sleep(SETTLE_TIME).await;
+        turns.control(times.alone, &recording).await?;
+        turns.alone(times.alone).await?;
+    }
     progress("waiting until all resources have returned …");
-    let mut beside = beside?;
     let (left, node_left) = resources_left(&servers, &resources, &node_use).await?;
     let memory_bound = servers.node_status().await?["memory_max"]["bytes"].as_u64();
     let memory_bound = memory_bound.context("the node reports no memory plan")?;
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let mut processes = BTreeMap::new();
     let peaks = memory_alone.into_iter().zip(peak_memory(&servers)?);
-    for (number, ((server, (alone, peak)), left)) in servers.all.iter().zip(peaks).zip(left).enumerate() {
-        let bound = if server.name == "store" { memory_bound } else { alone + MEMORY_BEYOND_ALONE_MAX };
+    let Turns { mut alone, mut beside, mut control, counts, .. } = turns;
+    for (number, ((server, (alone_bytes, peak)), left)) in servers.all.iter().zip(peaks).zip(left).enumerate() {
+        let bound = if server.name == "store" { memory_bound } else { alone_bytes + MEMORY_BEYOND_ALONE_MAX };
         let report = ProcessReport {
-            memory_alone_mib: mib(alone),
+            memory_alone_mib: mib(alone_bytes),
             memory_peak_mib: mib(peak),
             memory_bound_mib: mib(bound),
-            processors_alone: processors_alone[number],
-            processors_beside: processors_beside[number],
+            processors_alone: alone.processors(number),
+            processors_beside: beside.processors(number),
             left,
             log_lines: server.log_lines(),
         };
         processes.insert(server.name, report);
     }
-    progress("honest clients beside a load in the attackers' place …");
-    let chats = std::mem::take(&mut beside.chats);
-    let (mut control, control_seconds) = run_control(&target, chats, &recording, alone_time).await?;
     progress("comparing answers with those of an engine without a cache …");
-    for honest in [&mut alone, &mut beside, &mut control] {
-        let samples = honest.samples.get_mut("prompts").context("there are samples of prompts")?;
-        honest::check_prompts(&target, &honest.prompts, samples).await?;
+    for phase in [&mut alone, &mut beside, &mut control] {
+        let samples = phase.samples.get_mut("prompts").context("there are samples of prompts")?;
+        honest::check_prompts(&target, &phase.prompts, samples).await?;
     }
     let report = HostileReport {
-        seconds: taken.as_secs_f64(),
-        attacks,
+        seconds: beside.seconds,
+        attacks: counts,
+        attacker_processors: beside.load_seconds / beside.seconds,
+        control_processors: control.load_seconds / control.seconds,
         requests: request_reports(alone.samples, control.samples, beside.samples),
         processes,
-        attacker_processors: recording.seconds() / taken.as_secs_f64(),
-        control_processors: control_seconds / alone_time.as_secs_f64(),
         left: node_left,
         failures: Vec::new(),
         slow: Vec::new(),
@@ -327,31 +325,140 @@ async fn measure(
     Ok(HostileReport { failures: report.find_failures(), slow: report.find_slow(), ..report })
 }
 
-/// Processors that each process took in `time`, from its processor times before and after.
-fn processors(before: &[f64], after: &[f64], time: Duration) -> Vec<f64> {
-    before.iter().zip(after).map(|(before, after)| (after - before) / time.as_secs_f64()).collect()
+/// Number of turns, and the time of each part of one. There is one more time alone, before the
+/// first turn.
+#[derive(Debug, PartialEq, Eq)]
+struct TurnTimes {
+    count: u32,
+    beside: Duration,
+    alone: Duration,
 }
 
-/// Runs the honest clients beside threads that take the attackers' processor time. Returns that
-/// time, too, in seconds.
-async fn run_control(
-    target: &Arc<Target>,
+impl TurnTimes {
+    fn of(time: Duration) -> TurnTimes {
+        let count = (time.as_secs() / TURN_MIN.as_secs()).clamp(1, u64::from(TURNS_MAX)) as u32;
+        TurnTimes { count, beside: time / count, alone: ALONE_MAX.min(time) / (count + 1) }
+    }
+}
+
+/// Honest requests in the same part of all turns.
+#[derive(Debug, Default)]
+struct Phase {
+    samples: AllSamples,
+    prompts: honest::PromptAnswers,
+    seconds: f64,
+    /// Processor time of each server, in seconds.
+    cpu_seconds: Vec<f64>,
+    /// Processor time of the attackers, or of the load in their place, in seconds.
+    load_seconds: f64,
+}
+
+impl Phase {
+    fn add_samples(&mut self, samples: AllSamples) -> Result<()> {
+        for (name, samples) in samples {
+            match self.samples.entry(name) {
+                Entry::Occupied(mut pooled) => pooled.get_mut().add(samples)?,
+                Entry::Vacant(first) => {
+                    first.insert(samples);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Processors that a server took.
+    fn processors(&self, server: usize) -> f64 {
+        self.cpu_seconds.get(server).map_or(0.0, |seconds| seconds / self.seconds)
+    }
+}
+
+/// Turns of the honest clients: alone, beside the attackers, and beside a load in their place.
+struct Turns<'a> {
+    servers: &'a Servers,
+    target: &'a Arc<Target>,
+    attacks: &'a [Attack],
+    /// Threads of the attackers.
+    threads: &'a tokio::runtime::Runtime,
     chats: honest::ChatAnswers,
-    recording: &cpu::Recording,
-    time: Duration,
-) -> Result<(Honest, f64)> {
-    let stop = CancellationToken::new();
-    // The replay ends with this future, too.
-    let stop_on_drop = stop.clone().drop_guard();
-    let replay = recording.replay(ATTACKER_PRIORITY, &stop)?;
-    let honest = honest::run(target, chats, time, &tokio::runtime::Handle::current()).await?;
-    drop(stop_on_drop);
-    Ok((honest, tokio::task::spawn_blocking(|| replay.join()).await?))
+    alone: Phase,
+    beside: Phase,
+    control: Phase,
+    counts: BTreeMap<&'static str, AttackCounts>,
+    /// Number of the next turn of the attackers.
+    next: u64,
+}
+
+impl<'a> Turns<'a> {
+    fn new(
+        servers: &'a Servers,
+        target: &'a Arc<Target>,
+        attacks: &'a [Attack],
+        threads: &'a tokio::runtime::Runtime,
+        chats: honest::ChatAnswers,
+    ) -> Turns<'a> {
+        let [alone, beside, control] = [(); 3].map(|()| Phase::default());
+        let counts = BTreeMap::new();
+        Turns { servers, target, attacks, threads, chats, alone, beside, control, counts, next: 0 }
+    }
+
+    /// Runs the honest clients, and adds what they measured to a phase.
+    async fn measure(&mut self, time: Duration, phase: fn(&mut Self) -> &mut Phase) -> Result<()> {
+        let cpu_before = self.servers.cpu_seconds()?;
+        let begin = Instant::now();
+        let chats = std::mem::take(&mut self.chats);
+        let here = tokio::runtime::Handle::current();
+        let Honest { samples, chats, prompts } = honest::run(self.target, chats, time, &here).await?;
+        self.chats = chats;
+        let cpu = self.servers.cpu_seconds()?;
+        let phase = phase(self);
+        phase.seconds += begin.elapsed().as_secs_f64();
+        phase.cpu_seconds.resize(cpu.len(), 0.0);
+        for (total, (after, before)) in phase.cpu_seconds.iter_mut().zip(cpu.iter().zip(cpu_before)) {
+            *total += after - before;
+        }
+        phase.prompts.extend(prompts);
+        phase.add_samples(samples)
+    }
+
+    async fn alone(&mut self, time: Duration) -> Result<()> {
+        self.measure(time, |turns| &mut turns.alone).await
+    }
+
+    /// Returns the processor time of the attackers' threads.
+    async fn beside(&mut self, time: Duration) -> Result<cpu::Recording> {
+        let recorded = CancellationToken::new();
+        let recording = cpu::Threads::named(LOAD_THREAD)?.record(recorded.clone());
+        let entered = self.threads.enter();
+        let attackers = Attackers::start(self.attacks, self.target, self.next);
+        drop(entered);
+        self.next += 1;
+        let measured = self.measure(time, |turns| &mut turns.beside).await;
+        for (name, counts) in attackers.stop().await {
+            self.counts.entry(name).or_default().add(counts);
+        }
+        recorded.cancel();
+        let recording = recording.await?;
+        self.beside.load_seconds += recording.seconds();
+        measured.map(|()| recording)
+    }
+
+    /// Runs the honest clients beside threads that take the attackers' processor time.
+    async fn control(&mut self, time: Duration, recording: &cpu::Recording) -> Result<()> {
+        let stop = CancellationToken::new();
+        // The replay ends with this future, too.
+        let stop_on_drop = stop.clone().drop_guard();
+        let replay = recording.replay(ATTACKER_PRIORITY, &stop)?;
+        self.measure(time, |turns| &mut turns.control).await?;
+        drop(stop_on_drop);
+        self.control.load_seconds += tokio::task::spawn_blocking(|| replay.join()).await?;
+        Ok(())
+    }
 }
 
 /// Returns the attacks of these names, or all, except those `without`.
 fn selected_attacks(names: &[String], without: &[String]) -> Result<Vec<Attack>> {
-    let mut attacks: Vec<_> = [http::attacks(), data::attacks(), templates::attacks()].into_iter().flatten().collect();
+    let mut attacks: Vec<_> =
+        [http::attacks(), data::attacks(), redis::attacks(), templates::attacks()].into_iter().flatten().collect();
     for name in names.iter().chain(without) {
         let known: Vec<_> = attacks.iter().map(|attack| attack.name).collect();
         ensure!(known.contains(&name.as_str()), "there is no attack '{name}'; the attacks are: {}", known.join(", "));
@@ -493,4 +600,33 @@ fn print(report: &HostileReport) {
     say!(
         "\nleft in the node: {bytes_in_flight} bytes in flight, {request_bytes} bytes of requests, {puts_open} puts, {readers_waiting} readers"
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn turns_share_the_time() {
+        let seconds = Duration::from_secs;
+        let times = |count, beside, alone| TurnTimes { count, beside: seconds(beside), alone: seconds(alone) };
+        assert_eq!(TurnTimes::of(seconds(6)), times(1, 6, 3));
+        assert_eq!(TurnTimes::of(seconds(21)), TurnTimes { beside: seconds(21) / 2, ..times(2, 0, 7) });
+        assert_eq!(TurnTimes::of(seconds(600)), TurnTimes { alone: seconds(60) / 7, ..times(6, 100, 0) });
+    }
+
+    #[test]
+    fn samples_of_turns_count_together() {
+        let turn = |microseconds, failed| {
+            let mut samples = Samples::new().unwrap();
+            samples.microseconds.record(microseconds).unwrap();
+            AllSamples::from([("gets", Samples { failed, ..samples })])
+        };
+        let mut phase = Phase::default();
+        for (microseconds, failed) in [(100, 1), (300, 0), (200, 2)] {
+            phase.add_samples(turn(microseconds, failed)).unwrap();
+        }
+        let gets = &phase.samples["gets"];
+        assert_eq!((gets.microseconds.len(), gets.microseconds.value_at_quantile(0.5), gets.failed), (3, 200, 3));
+    }
 }

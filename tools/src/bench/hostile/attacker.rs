@@ -13,19 +13,25 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use tokio::io::AsyncReadExt;
+use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-/// Addresses of the strangers. Servers tell clients apart by their addresses, and honest clients
-/// have 127.0.0.1.
+/// Addresses of the strangers, from 127.0.0.2. Servers tell clients apart by their addresses.
+/// Honest clients have 127.0.0.1, and the one of the Redis port the first address behind the
+/// strangers.
 const ADDRESSES: usize = 4;
 /// Maximum duration of one attack. A stranger then drops its connection.
 const ATTACK_TIMEOUT: Duration = Duration::from_secs(20);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time for which a server must keep a connection that stalls, so that the attack has an effect.
 const HELD_MIN: Duration = Duration::from_secs(1);
+/// Attacks of one client in one turn, at most.
+const ROUNDS_MAX: u64 = 1 << 16;
+/// Bytes that an attacker sends at a time. A network would deliver no more at once. A longer call
+/// copies for milliseconds, and a kernel without preemption lets no other thread run meanwhile.
+const PIECE_BYTES: usize = 64 << 10;
 /// Receive buffer of clients that do not read, in bytes.
 const SMALL_BUFFER: u32 = 4096;
 
@@ -38,6 +44,17 @@ pub struct Target {
     pub next_page: Arc<AtomicU64>,
     /// Number of the next prompt that the honest client sends.
     pub next_prompt: Arc<AtomicU64>,
+    /// Number of the next value that the honest client of the Redis port sets.
+    pub next_value: Arc<AtomicU64>,
+}
+
+/// Address of this machine that no stranger has.
+pub fn honest_address() -> IpAddr {
+    address(ADDRESSES)
+}
+
+fn address(number: usize) -> IpAddr {
+    Ipv4Addr::new(127, 0, 0, 2 + number as u8).into()
 }
 
 /// One client of an attack.
@@ -45,7 +62,7 @@ pub struct Target {
 pub struct Stranger {
     pub target: Arc<Target>,
     pub number: usize,
-    /// Number of this client's attack, from 0.
+    /// Number of this client's attack. It never repeats.
     pub round: u64,
     counters: Arc<Counters>,
 }
@@ -64,7 +81,7 @@ impl Stranger {
     }
 
     pub fn address(&self) -> IpAddr {
-        Ipv4Addr::new(127, 0, 0, 2 + (self.number % ADDRESSES) as u8).into()
+        address(self.number % ADDRESSES)
     }
 
     pub async fn connect(&self, port: SocketAddr) -> Result<TcpStream> {
@@ -104,6 +121,16 @@ impl Stranger {
         socket.bind(SocketAddr::new(self.address(), 0))?;
         Ok(tokio::time::timeout(CONNECT_TIMEOUT, socket.connect(port)).await??)
     }
+}
+
+/// Sends many bytes as a network would deliver them. Other threads run between two pieces.
+pub async fn send(stream: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> std::io::Result<()> {
+    for piece in bytes.chunks(PIECE_BYTES) {
+        stream.write_all(piece).await?;
+        tokio::task::yield_now().await;
+        std::thread::yield_now();
+    }
+    Ok(())
 }
 
 /// Waits until the server closes the connection. Discards what it sends.
@@ -151,7 +178,7 @@ struct Counters {
 }
 
 /// Attacks of one kind.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub struct AttackCounts {
     pub begun: u64,
     /// Attacks that a server did not refuse.
@@ -159,14 +186,24 @@ pub struct AttackCounts {
     pub last_error: Option<String>,
 }
 
+impl AttackCounts {
+    pub fn add(&mut self, other: AttackCounts) {
+        self.begun += other.begun;
+        self.effective += other.effective;
+        self.last_error = other.last_error.or(self.last_error.take());
+    }
+}
+
 impl Attackers {
-    pub fn start(attacks: &[Attack], target: &Arc<Target>) -> Attackers {
+    /// Starts all attackers, for the turn of this number.
+    pub fn start(attacks: &[Attack], target: &Arc<Target>, turn: u64) -> Attackers {
         let mut attackers = Attackers { tasks: JoinSet::new(), stop: CancellationToken::new(), counters: Vec::new() };
         for attack in attacks {
             let counters = Arc::<Counters>::default();
             attackers.counters.push((attack.name, counters.clone()));
             for number in 0..attack.clients {
-                let stranger = Stranger { counters: counters.clone(), ..Stranger::new(target, number) };
+                let round = turn * ROUNDS_MAX;
+                let stranger = Stranger { counters: counters.clone(), round, ..Stranger::new(target, number) };
                 // Spread over the pause, so that the clients do not act all at once.
                 let start = attack.pause.mul_f64(number as f64 / attack.clients as f64);
                 let repeat = repeat(attack.run, stranger, start, attack.pause);
@@ -207,5 +244,27 @@ async fn repeat(
         }
         stranger.round += 1;
         tokio::time::sleep(pause).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn many_bytes_are_sent_in_pieces_with_a_turn_for_others_between_them() {
+        let bytes = vec![7; 10 * PIECE_BYTES + 1];
+        // Room for all of them.
+        let (mut sender, mut receiver) = tokio::io::duplex(2 * bytes.len());
+        let length = bytes.len();
+        let sending = tokio::spawn(async move { send(&mut sender, &bytes).await });
+        let mut buffer = vec![0; length];
+        let mut received = 0;
+        while received < length {
+            let piece = receiver.read(&mut buffer).await.unwrap();
+            assert!(piece <= PIECE_BYTES, "{piece} bytes at once");
+            received += piece;
+        }
+        sending.await.unwrap().unwrap();
     }
 }

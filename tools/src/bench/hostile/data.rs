@@ -1,7 +1,7 @@
 //! Attacks on the data port of the node.
 
 use super::super::overload::connection::{FrameConnection, VERSION};
-use super::attacker::{Attack, Stranger, closed, hold};
+use super::attacker::{Attack, Stranger, closed, hold, send};
 use super::honest::{page_key, page_namespace, prompt};
 use anyhow::{Context, Result, bail, ensure};
 use bytes::Bytes;
@@ -140,7 +140,7 @@ fn stalled_body(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
         let tenant = format!("stranger-{}", stranger.number % 4);
         let mut raw = Raw::connect(&stranger, Some(own_namespace(&tenant))).await?;
         let frame = announced_frame(raw.next);
-        raw.write.write_all(&frame.head[..frame.head.len() - 1]).await?;
+        send(&mut raw.write, &frame.head[..frame.head.len() - 1]).await?;
         stranger.held(raw.closed()).await
     }
     .boxed()
@@ -270,7 +270,7 @@ fn flood(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
         let mut flood = Flood { connection, next: 0 };
         let mut is_effective = false;
         for batch in 0.. {
-            let first = (stranger.round * 1_000_000 + batch) * FLOOD_PAGES;
+            let first = ((stranger.round << 20) + batch) * FLOOD_PAGES;
             let keys: Vec<PageKey> = (first..first + FLOOD_PAGES).map(page_key).collect();
             let stored = flood.put(&keys, &bytes).await?;
             let pin = Request::Pin { keys, kind: PinKind::Hard, ttl_ms: PIN_MS };

@@ -1,10 +1,12 @@
-//! Honest clients: chats and prompts through the router, and pages put and read at the node.
+//! Honest clients: chats and prompts through the router, pages put and read at the node, and values
+//! set and read at its Redis port.
 //!
 //! Each client sends one request at a time and waits between two, so that the latency of a request
 //! does not depend on the one before.
 
-use super::attacker::Target;
+use super::attacker::{Target, honest_address};
 use super::data::SQUATTED_EACH;
+use super::redis::{RedisClient, RedisReply};
 use anyhow::{Context, Result, bail};
 use bytes::Bytes;
 use hdrhistogram::Histogram;
@@ -88,9 +90,22 @@ pub struct Samples {
 }
 
 impl Samples {
-    fn new() -> Result<Samples> {
+    pub fn new() -> Result<Samples> {
         let microseconds = Histogram::new_with_max(REQUEST_TIMEOUT.as_micros() as u64 * 2, 3)?;
         Ok(Samples { microseconds, refused: 0, failed: 0, causes: Vec::new(), wrong: 0, missed: 0 })
+    }
+
+    /// Adds the samples of another turn.
+    pub fn add(&mut self, other: Samples) -> Result<()> {
+        let Samples { microseconds, refused, failed, causes, wrong, missed } = other;
+        self.microseconds.add(microseconds).context("histograms of the same range")?;
+        self.refused += refused;
+        self.failed += failed;
+        self.causes.extend(causes);
+        self.causes.truncate(CAUSES_MAX);
+        self.wrong += wrong;
+        self.missed += missed;
+        Ok(())
     }
 
     fn record(&mut self, begin: Instant) {
@@ -128,12 +143,15 @@ pub async fn run(target: &Arc<Target>, answers: ChatAnswers, time: Duration, thr
     let chats = threads.spawn(chat(target.clone(), answers, stop.clone()));
     let prompts = threads.spawn(send_prompts(target.clone(), stop.clone()));
     let pages = threads.spawn(move_pages(target.clone(), stop.clone()));
+    let values = threads.spawn(set_and_get_values(target.clone(), stop.clone()));
     tokio::time::sleep(time).await;
     stop.cancel();
     let (chats, answers) = chats.await??;
     let (prompts, prompt_answers) = prompts.await??;
     let (puts, gets) = pages.await??;
-    let samples = BTreeMap::from([("chats", chats), ("prompts", prompts), ("puts", puts), ("gets", gets)]);
+    let values = values.await??;
+    let samples =
+        BTreeMap::from([("chats", chats), ("prompts", prompts), ("puts", puts), ("gets", gets), ("values", values)]);
     Ok(Honest { samples, chats: answers, prompts: prompt_answers })
 }
 
@@ -338,5 +356,46 @@ async fn get_page(client: &Client, number: u64, is_stored: bool, samples: &mut S
         samples.record(begin);
     } else {
         samples.wrong += 1;
+    }
+}
+
+/// Sets values at the Redis port, and reads each at once. The latency is that of both.
+async fn set_and_get_values(target: Arc<Target>, stop: CancellationToken) -> Result<Samples> {
+    let mut samples = Samples::new()?;
+    let connect = || RedisClient::connect(honest_address(), target.ports.redis);
+    let mut client = connect().await.context("the Redis port cannot be reached")?;
+    loop {
+        let number = target.next_value.fetch_add(1, Ordering::Relaxed);
+        let begin = Instant::now();
+        let moved = tokio::time::timeout(REQUEST_TIMEOUT, set_and_get(&mut client, number, &mut samples)).await;
+        match moved.unwrap_or_else(|_| bail!("not served in time")) {
+            Ok(true) => samples.record(begin),
+            Ok(false) => samples.wrong += 1,
+            Err(error) => {
+                samples.fail(format!("value {number}: {error:#}"));
+                client = connect().await.context("the Redis port cannot be reached again")?;
+            }
+        }
+        if stop.run_until_cancelled(tokio::time::sleep(CHAT_PAUSE)).await.is_none() {
+            return Ok(samples);
+        }
+    }
+}
+
+/// Returns `false` if other bytes come back.
+async fn set_and_get(client: &mut RedisClient, number: u64, samples: &mut Samples) -> Result<bool> {
+    let (key, content) = (format!("honest-{number}"), page_content(number));
+    loop {
+        match client.call(&[b"SET", key.as_bytes(), &content]).await? {
+            RedisReply::Status(_) => break,
+            RedisReply::Error(error) if error.starts_with("OOM") => samples.refused += 1,
+            other => bail!("{other:?}"),
+        }
+        tokio::time::sleep(RETRY_PAUSE).await;
+    }
+    match client.call(&[b"GET", key.as_bytes()]).await? {
+        RedisReply::Value(Some(value)) => Ok(value == content),
+        RedisReply::Value(None) => bail!("it was set and is gone"),
+        other => bail!("{other:?}"),
     }
 }

@@ -1,6 +1,6 @@
 //! Attacks on the HTTP ports of router, engines and node.
 
-use super::attacker::{Attack, Stranger, answer_begun, closed, hold};
+use super::attacker::{Attack, Stranger, answer_begun, closed, hold, send};
 use anyhow::Result;
 use futures::FutureExt;
 use futures::future::BoxFuture;
@@ -8,7 +8,7 @@ use rand::Rng;
 use serde_json::json;
 use std::net::SocketAddr;
 use std::time::Duration;
-use tokio::io::AsyncWriteExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const MIB: usize = 1 << 20;
 
@@ -72,7 +72,7 @@ fn stalled_body(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
             12 * MIB
         );
         stream.write_all(head.as_bytes()).await?;
-        stream.write_all(&vec![b' '; 12 * MIB - 1]).await?;
+        send(&mut stream, &vec![b' '; 12 * MIB - 1]).await?;
         stranger.held(closed(stream)).await
     }
     .boxed()
@@ -85,10 +85,23 @@ pub fn http(stranger: &Stranger) -> Result<reqwest::Client> {
 
 /// Sends a request to the OpenAI API and waits for the whole answer, whatever its status.
 async fn post(stranger: &Stranger, path: &str, body: String) -> Result<()> {
-    let http = http(stranger)?;
-    let url = format!("http://{}{path}", stranger.target.ports.api);
-    http.post(url).header("content-type", "application/json").body(body).send().await?.bytes().await?;
+    let (mut answer, mut request) = stranger.connect(stranger.target.ports.api).await?.into_split();
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n\
+         Content-Length: {}\r\n\r\n",
+        body.len()
+    );
+    let upload = async {
+        request.write_all(head.as_bytes()).await?;
+        send(&mut request, body.as_bytes()).await
+    };
+    // A server may answer before it has the whole body, and close the connection.
+    let mut first = [0; 1];
+    let (sent, received) = tokio::join!(upload, answer.read_exact(&mut first));
+    received.or_else(|error| sent.and(Err(error)))?;
     stranger.record_effect();
+    let mut discarded = [0; 1024];
+    while answer.read(&mut discarded).await.is_ok_and(|bytes| bytes > 0) {}
     Ok(())
 }
 

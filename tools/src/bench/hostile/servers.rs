@@ -145,6 +145,7 @@ impl Server {
 pub struct Ports {
     pub node: SocketAddr,
     pub node_admin: SocketAddr,
+    pub redis: SocketAddr,
     pub prefill: SocketAddr,
     pub decode: SocketAddr,
     pub api: SocketAddr,
@@ -176,9 +177,10 @@ impl Servers {
         let model_dir = bundled::unpack(dir)?;
         let (model, data) = (text(&model_dir)?, text(&dir.join("store"))?);
         let free = "127.0.0.1:0";
-        let node = ["store", "--listen", free, "--admin-listen", free, "--data-dir", &data];
-        let (node, urls) = Server::start("store", &[&node, &NODE_OPTIONS[..]].concat(), dir, 2).await?;
-        let (node_port, node_admin) = (address(&urls, 0)?, address(&urls, 1)?);
+        let node = ["store", "--listen", free, "--admin-listen", free, "--redis-listen", free, "--data-dir", &data];
+        // The second line has two addresses of the administration port.
+        let (node, urls) = Server::start("store", &[&node, &NODE_OPTIONS[..]].concat(), dir, 4).await?;
+        let (node_port, node_admin, redis) = (address(&urls, 0)?, address(&urls, 1)?, address(&urls, 3)?);
         let store = format!("larder://{node_port}/?transport=tcp");
         let http = ["--http-idle-timeout", HTTP_IDLE];
         let engine = ["--store", &store, "--model", &model, "--l1", L1, "--listen", free];
@@ -194,6 +196,7 @@ impl Servers {
         let ports = Ports {
             node: node_port,
             node_admin,
+            redis,
             prefill: prefill_port,
             decode: decode_port,
             api: address(&urls, 0)?,
