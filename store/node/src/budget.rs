@@ -53,7 +53,7 @@ use tenants::TenantTable;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 pub(crate) use writers::{EXPOSED_MAX, LosingWriter};
-use writers::{Forecast, MeanTime, Scope, WriterProgress};
+use writers::{Forecast, MeanTime, Scope, WriterOrder, WriterProgress};
 
 /// Memory charged to an open connection in addition to its requests: buffers, queues and its task.
 pub(crate) const CONNECTION_BYTES: u64 = 48 << 10;
@@ -175,12 +175,11 @@ struct BudgetState {
     readers_order: ReaderOrder,
     /// Connections with reserved pages: tenant, reserved bytes, and number of the connection.
     writers: BTreeSet<(TenantNumber, u64, u64)>,
+    writers_order: WriterOrder,
     line: Line,
     /// Mean time from a reservation to the end of its put.
     put_time: MeanTime,
     forecasts: BTreeMap<Scope, Forecast>,
-    /// No writer is silent for long enough before this time.
-    silent_from: Option<Instant>,
 }
 
 /// A read that waits for memory. It refers to its account weakly, so a queue entry does not keep a
@@ -277,6 +276,7 @@ impl BudgetState {
             let used = connection.used[index];
             self.writers.remove(&(connection.tenant, used, number));
             self.writers.insert((connection.tenant, used + bytes, number));
+            self.writers_order.add(number, connection.tenant, now);
             self.line.record_grant(number, bytes);
         }
         if kind == Kind::Reads {
@@ -309,6 +309,8 @@ impl BudgetState {
             self.writers.remove(&(connection.tenant, used + bytes, number));
             if used > 0 {
                 self.writers.insert((connection.tenant, used, number));
+            } else {
+                self.writers_order.remove(number);
             }
         }
         if kind == Kind::Reads {

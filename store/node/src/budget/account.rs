@@ -69,6 +69,7 @@ impl Drop for Account {
         subtract(&mut state.own_requests_left, OWN_REQUEST_BYTES);
         state.line.leave(self.connection);
         state.readers_order.end(self.connection);
+        state.writers_order.remove(self.connection);
         if let Some(connection) = state.connections.remove(&self.connection) {
             state.tenants.leave(connection.tenant);
         }
@@ -359,8 +360,11 @@ impl Account {
         let now = now();
         let mut guard = self.budget.state.lock();
         let state = &mut *guard;
+        state.tenants.expire(now);
+        let max = self.budget.node_max[Kind::Puts as usize];
+        let may_take_excess = state.may_take_excess(self.connection, now) && state.tenants.is_any_above_share(max);
         // Both lists would be empty. Found without a look at the line, which may be long.
-        if state.silent_from.is_some_and(|from| now < from) && !state.may_take_excess(self.connection, now) {
+        if !may_take_excess && !state.may_have_silent_writer(now) {
             return Vec::new();
         }
         let overrun = self.budget.overrun(state, self.connection, Kind::Puts, bytes, now);
@@ -372,7 +376,7 @@ impl Account {
         if !silent.is_empty() || overrun.tenant > 0 {
             return silent;
         }
-        state.excess_writers(self.connection, (overrun.node, self.budget.node_max[Kind::Puts as usize]), now)
+        state.excess_writers(self.connection, (overrun.node, max), now)
     }
 
     /// Returns `true` while this connection lacks room for `bytes` and `writer` may lose more.

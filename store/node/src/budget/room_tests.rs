@@ -549,6 +549,33 @@ async fn line_is_bounded_and_ends_with_its_connections() {
     assert!(!open.reserve(&account(&budget, "next")), "the holder is silent for too short a time");
 }
 
+/// Before, each refusal visited all writers as long as one was silent and kept its room.
+#[tokio::test(start_paused = true)]
+async fn silent_writer_that_keeps_its_room_makes_no_search_visit_others() {
+    let options = NodeOptions { in_flight_bytes: Some(2 * 300 * PAGE), ..NodeOptions::default() };
+    let budget = Budget::new(&options, Arc::default(), Arc::default());
+    let open = Open::default();
+    let writers: Vec<_> = (0..299).map(|_| account(&budget, "tenant")).collect();
+    assert!(writers.iter().all(|writer| open.reserve(writer)));
+    let silent = account(&budget, "silent");
+    assert!(open.reserve(&silent));
+    // The caller's tenant is above its share, so that it takes no room of the silent one.
+    let callers: Vec<_> = (0..100).map(|_| account(&budget, "tenant")).collect();
+    for _ in 0..20 {
+        sleep(Duration::from_millis(250)).await;
+        writers.iter().for_each(|writer| writer.record_received(PROGRESS));
+        for caller in &callers {
+            assert!(!open.reserve(caller));
+            caller.wait_in_line(PAGE, PAGE);
+        }
+    }
+    assert_eq!(open.len(&silent), 1);
+    let visits = budget.state.lock().writers_order.visits;
+    assert!(visits <= 6 * 300, "{visits} visits in 5 s");
+    let stranger = account(&budget, "stranger");
+    assert!(open.reserve(&stranger) && open.len(&silent) == 0, "another tenant takes it");
+}
+
 #[tokio::test(start_paused = true)]
 async fn share_counts_each_tenant_with_demand_once() {
     let budget = budget();
