@@ -19,16 +19,19 @@
 //!   disconnected. Others wait if a read is queued, or if little memory bounds a connection.
 //! - A writer that sends less than 32 KiB in a second, while others wait for its room, loses its
 //!   puts. A tenant above its share loses the excess.
-//! - A writer that was refused has a place in a bounded line. Free room goes to the line in order.
+//! - A writer that was refused has a place in a bounded line, or queues for one. Free room goes to
+//!   the line in order, and free places to the queue.
 //!
-//! `account` has the calls of one connection, `tenants` the shares, `line` and `writers` the room
-//! for puts, `readers` the order of readers by progress, `rates` the throughput estimates.
+//! `account` has the calls of one connection, `tenants` the shares, `line`, `place_queue` and
+//! `writers` the room for puts, `readers` the order of readers by progress, `rates` the throughput
+//! estimates.
 //!
 //! One lock guards all counters, and under it only the locks of [`Progress`] are taken, which are
 //! leaves. No charge is dropped under it, because that would lock it again.
 
 mod account;
 mod line;
+mod place_queue;
 mod rates;
 mod readers;
 mod tenants;
@@ -432,7 +435,9 @@ impl Budget {
         {
             state.line.expire(now);
             let place = (number, connection.tenant);
-            ahead = state.line.promised(place, &state.tenants, self.node_max[kind as usize], now).bytes();
+            // A put that begins now ends before the others return.
+            let times = (now, Some(now + state.time_of_put(now)));
+            ahead = state.line.promised(place, &state.tenants, self.node_max[kind as usize], times).bytes();
         }
         self.overrun_behind(ahead, state, number, kind, bytes)
     }
@@ -598,6 +603,8 @@ impl Budget {
 
 #[cfg(test)]
 mod account_tests;
+#[cfg(test)]
+mod crowd_tests;
 #[cfg(test)]
 mod room_tests;
 #[cfg(test)]

@@ -361,6 +361,11 @@ impl BudgetState {
         Forecast { made_at: now, freed, turn }
     }
 
+    /// Expected time from a reservation to the end of its put.
+    pub(super) fn time_of_put(&self, now: Instant) -> Duration {
+        self.put_time.get(now).unwrap_or(SILENT_AFTER)
+    }
+
     fn writers_in(&self, scope: Scope) -> impl Iterator<Item = WriterRoom<'_>> {
         let wanted = match scope {
             Scope::Node => Some((TenantNumber::MIN, TenantNumber::MAX)),
