@@ -108,24 +108,52 @@ struct Page<T> {
     namespace: NamespaceIndex,
     bytes: u32,
     generation: u32,
-    /// Neighbours in the list of its namespace, while it is offered.
+    /// Neighbours in the list of its namespace, while it is offered. Otherwise its children.
     links: Links,
+    pins: u16,
+    flags: Flags,
+}
+
+impl<T> Page<T> {
+    /// Number of resident pages that came behind this one. An offered page has none.
+    fn children(&self) -> u32 {
+        if self.flags.has(Flags::OFFERED) { 0 } else { self.links.children() }
+    }
+}
+
+/// Facts of a page, a bit each.
+#[derive(Debug, Clone, Copy, Default)]
+struct Flags(u8);
+
+impl Flags {
+    const RESIDENT: Flags = Flags(1);
+    const SOFT_PINNED: Flags = Flags(1 << 1);
+    const OFFERED: Flags = Flags(1 << 2);
+    /// The page was touched since it came, or since the clock last passed over it.
+    const TOUCHED: Flags = Flags(1 << 3);
+    /// `deadline_of` has its deadline.
+    const EXPIRES: Flags = Flags(1 << 4);
+
+    fn has(self, flag: Flags) -> bool {
+        self.0 & flag.0 != 0
+    }
+
+    fn set(&mut self, flag: Flags, value: bool) {
+        self.0 = if value { self.0 | flag.0 } else { self.0 & !flag.0 };
+    }
+}
+
+/// Pins and children of a page, which keep it from being offered.
+struct Holds {
     children: u32,
     pins: u16,
-    resident: bool,
-    soft_pinned: bool,
-    offered: bool,
-    /// True if the page was touched since it came, or since the clock last passed over it.
-    touched: bool,
-    /// True if `deadline_of` has its deadline.
-    expires: bool,
 }
 
 /// Slot of no page: the table never grows that large.
 const NO_SLOT: Slot = Slot(u32::MAX);
 /// Maximum size of a table entry with a name of four bytes. With the state of the policy and its
-/// ghost entries a page takes at most 114 bytes.
-const PAGE_BYTES_MAX: usize = 44;
+/// ghost entries a page takes at most 105 bytes.
+const PAGE_BYTES_MAX: usize = 36;
 const _: () = assert!(size_of::<Page<u32>>() <= PAGE_BYTES_MAX);
 
 /// The resident pages of one tier. The evictor enforces capacity, quotas, floors, pins and
@@ -200,10 +228,10 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         }
         self.tick = self.next_tick(now_ms);
         let page = &mut self.pages[handle.slot.index()];
-        page.touched = true;
+        page.flags.set(Flags::TOUCHED, true);
         let before = self.policy.stamp(handle.slot);
         let stamp = Stamp::new(self.tick, before.position.0);
-        if page.offered && page.soft_pinned {
+        if page.flags.has(Flags::OFFERED) && page.flags.has(Flags::SOFT_PINNED) {
             self.soft.remove(&(before, handle.slot));
             self.soft.insert((stamp, handle.slot));
         }
@@ -223,13 +251,13 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         let before = self.policy.stamp(slot);
         self.policy.advise(slot, advice, self.tick);
         let page = &mut self.pages[slot.index()];
-        if page.offered && page.soft_pinned {
+        if page.flags.has(Flags::OFFERED) && page.flags.has(Flags::SOFT_PINNED) {
             self.soft.remove(&(before, slot));
             self.soft.insert((self.policy.stamp(slot), slot));
         }
         if advice == Advice::Demote {
-            page.touched = false;
-            if page.offered {
+            page.flags.set(Flags::TOUCHED, false);
+            if page.flags.has(Flags::OFFERED) {
                 self.unlink(slot);
                 self.link(slot, ListEnd::Front);
             }
@@ -251,7 +279,8 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     /// Returns the deadline of a page, `u64::MAX` if it does not expire.
     pub fn deadline_ms(&self, handle: PageHandle) -> Option<u64> {
         let page = self.page(handle)?;
-        let deadline_ms = if page.expires { self.deadline_of.get(&handle.slot).copied() } else { None };
+        let deadline_ms =
+            if page.flags.has(Flags::EXPIRES) { self.deadline_of.get(&handle.slot).copied() } else { None };
         Some(deadline_ms.unwrap_or(u64::MAX))
     }
 
@@ -272,7 +301,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
 
     /// Number of resident pages that came behind this one.
     pub fn children(&self, handle: PageHandle) -> Option<u32> {
-        self.page(handle).map(|page| page.children)
+        self.page(handle).map(Page::children)
     }
 
     /// Returns the parent that the page came behind, if that is still resident.
@@ -283,7 +312,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
 
     /// Returns the handle of the page that is in a slot now.
     pub fn handle_at(&self, slot: Slot) -> Option<PageHandle> {
-        let page = self.pages.get(slot.index()).filter(|page| page.resident)?;
+        let page = self.pages.get(slot.index()).filter(|page| page.flags.has(Flags::RESIDENT))?;
         Some(PageHandle { slot, generation: page.generation })
     }
 
@@ -336,11 +365,11 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         if self.page(handle).is_none() {
             return false;
         }
-        let offered = self.pages[handle.slot.index()].offered;
+        let offered = self.pages[handle.slot.index()].flags.has(Flags::OFFERED);
         if offered {
             self.withdraw(handle.slot);
         }
-        self.pages[handle.slot.index()].soft_pinned = soft_pinned;
+        self.pages[handle.slot.index()].flags.set(Flags::SOFT_PINNED, soft_pinned);
         if offered {
             self.offer(handle.slot, ListEnd::Back);
         }
@@ -380,7 +409,9 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     }
 
     fn page(&self, handle: PageHandle) -> Option<&Page<T>> {
-        self.pages.get(handle.slot.index()).filter(|page| page.generation == handle.generation && page.resident)
+        self.pages
+            .get(handle.slot.index())
+            .filter(|page| page.generation == handle.generation && page.flags.has(Flags::RESIDENT))
     }
 
     fn limited_deadline(&self, page: &NewPage<T>, now_ms: u64) -> Result<u64, InsertError> {
@@ -423,7 +454,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
 
     fn evict(&mut self, slot: Slot, reason: EvictionReason, evicted: &mut Vec<Evicted<T>>) {
         let page = &self.pages[slot.index()];
-        assert!(page.offered && page.pins == 0 && page.children == 0, "the policy chose a page that is not evictable");
+        assert!(page.flags.has(Flags::OFFERED) && page.pins == 0, "the policy chose a page that is not evictable");
         let bytes = page.bytes;
         let removal = if reason == EvictionReason::Expired { Removal::Removed } else { Removal::Evicted };
         if let Some(name) = self.vacate(slot, removal) {
@@ -464,22 +495,18 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         let arrival = self.arrival(&new);
         let slot = self.empty.pop().unwrap_or(Slot(self.pages.len() as u32));
         let generation = self.pages.get(slot.index()).map_or(0, |before| before.generation.wrapping_add(1));
-        let page = Page {
+        let mut page = Page {
             name: new.name,
             parent: new.parent.unwrap_or(PageHandle { slot: NO_SLOT, generation: 0 }),
             namespace: new.namespace,
             bytes: new.bytes,
             generation,
-            links: Links::NONE,
-            children: 0,
+            links: Links::of_children(0),
             pins: 0,
-            resident: true,
-            soft_pinned: false,
-            offered: false,
-            touched: false,
-            expires: deadline_ms != u64::MAX,
+            flags: Flags::RESIDENT,
         };
-        if page.expires {
+        if deadline_ms != u64::MAX {
+            page.flags.set(Flags::EXPIRES, true);
             self.deadline_of.insert(slot, deadline_ms);
         }
         match self.pages.get_mut(slot.index()) {
@@ -494,16 +521,17 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     }
 
     fn vacate(&mut self, slot: Slot, removal: Removal) -> Option<T> {
-        if self.pages[slot.index()].offered {
+        if self.pages[slot.index()].flags.has(Flags::OFFERED) {
             self.withdraw(slot);
         }
         self.policy.remove(slot, removal);
         let page = &mut self.pages[slot.index()];
-        let name = std::mem::take(&mut page.resident).then_some(page.name);
+        let name = page.flags.has(Flags::RESIDENT).then_some(page.name);
+        page.flags.set(Flags::RESIDENT, false);
         let parent = page.parent;
         let bytes = u64::from(page.bytes);
         let namespace = page.namespace;
-        if page.expires {
+        if page.flags.has(Flags::EXPIRES) {
             self.deadline_of.remove(&slot);
         }
         self.used_bytes -= bytes;
@@ -520,28 +548,38 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     /// Changes pins or children of a page, then offers or withdraws it accordingly. All changes of
     /// either number go through here, so that offers stay correct. An offered page enters the list
     /// of its namespace at `end`.
-    fn update_offer(&mut self, slot: Slot, end: ListEnd, change: impl FnOnce(&mut Page<T>)) {
-        let page = &mut self.pages[slot.index()];
-        change(page);
-        let free = page.pins == 0 && page.children == 0;
-        if free && !page.offered {
-            self.offer(slot, end);
-        } else if !free && page.offered {
+    fn update_offer(&mut self, slot: Slot, end: ListEnd, change: impl FnOnce(&mut Holds)) {
+        let page = &self.pages[slot.index()];
+        let offered = page.flags.has(Flags::OFFERED);
+        let mut holds = Holds { children: page.children(), pins: page.pins };
+        change(&mut holds);
+        let free = holds.pins == 0 && holds.children == 0;
+        if offered && free {
+            return;
+        }
+        // Before the children take the place of its links.
+        if offered {
             self.withdraw(slot);
+        }
+        let page = &mut self.pages[slot.index()];
+        page.pins = holds.pins;
+        page.links = Links::of_children(holds.children);
+        if free {
+            self.offer(slot, end);
         }
     }
 
     fn offer(&mut self, slot: Slot, end: ListEnd) {
         self.link(slot, end);
         let page = &mut self.pages[slot.index()];
-        page.offered = true;
+        page.flags.set(Flags::OFFERED, true);
         let stamp = self.policy.stamp(slot);
-        if page.soft_pinned {
+        if page.flags.has(Flags::SOFT_PINNED) {
             self.soft.insert((stamp, slot));
         } else {
             self.policy.offer(slot);
         }
-        if page.expires
+        if page.flags.has(Flags::EXPIRES)
             && let Some(deadline_ms) = self.deadline_of.get(&slot)
         {
             self.deadlines.insert((*deadline_ms, slot));
@@ -551,15 +589,15 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     fn withdraw(&mut self, slot: Slot) {
         self.unlink(slot);
         let page = &mut self.pages[slot.index()];
-        page.offered = false;
+        page.flags.set(Flags::OFFERED, false);
         // The stamp of the offer: it changes only in `touch` and `advise`, which move the page.
         let stamp = self.policy.stamp(slot);
-        if page.soft_pinned {
+        if page.flags.has(Flags::SOFT_PINNED) {
             self.soft.remove(&(stamp, slot));
         } else {
             self.policy.withdraw(slot);
         }
-        if page.expires
+        if page.flags.has(Flags::EXPIRES)
             && let Some(deadline_ms) = self.deadline_of.get(&slot)
         {
             self.deadlines.remove(&(*deadline_ms, slot));

@@ -182,7 +182,8 @@ impl L3 {
     /// count bytes of records, and shrink with a log whose file system is full. They do not survive
     /// a restart.
     pub fn set_floors(&self, floors: Floors) {
-        self.shared().update_log(|log| log.set_floors(floors));
+        // Freed without the lock: there may be many.
+        drop(self.shared().update_log(|log| log.set_floors(floors)));
     }
 
     /// Sets the pin of pages, and returns the number of pages that have it now.

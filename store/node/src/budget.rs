@@ -19,16 +19,19 @@
 //!   disconnected. Others wait if a read is queued, or if little memory bounds a connection.
 //! - A writer that sends less than 32 KiB in a second, while others wait for its room, loses its
 //!   puts. A tenant above its share loses the excess.
-//! - A writer that was refused has a place in a bounded line. Free room goes to the line in order.
+//! - A writer that was refused has a place in a bounded line, or queues for one. Free room goes to
+//!   the line in order, and free places to the queue.
 //!
-//! `account` has the calls of one connection, `tenants` the shares, `line` and `writers` the room
-//! for puts, `readers` the order of readers by progress, `rates` the throughput estimates.
+//! `account` has the calls of one connection, `tenants` the shares, `line`, `place_queue` and
+//! `writers` the room for puts, `readers` the order of readers by progress, `rates` the throughput
+//! estimates.
 //!
 //! One lock guards all counters, and under it only the locks of [`Progress`] are taken, which are
 //! leaves. No charge is dropped under it, because that would lock it again.
 
 mod account;
 mod line;
+mod place_queue;
 mod rates;
 mod readers;
 mod tenants;
@@ -53,7 +56,7 @@ use tenants::TenantTable;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 pub(crate) use writers::{EXPOSED_MAX, LosingWriter};
-use writers::{Forecast, MeanTime, Scope, WriterProgress};
+use writers::{Forecast, MeanTime, Scope, WriterOrder, WriterProgress};
 
 /// Memory charged to an open connection in addition to its requests: buffers, queues and its task.
 pub(crate) const CONNECTION_BYTES: u64 = 48 << 10;
@@ -175,12 +178,11 @@ struct BudgetState {
     readers_order: ReaderOrder,
     /// Connections with reserved pages: tenant, reserved bytes, and number of the connection.
     writers: BTreeSet<(TenantNumber, u64, u64)>,
+    writers_order: WriterOrder,
     line: Line,
     /// Mean time from a reservation to the end of its put.
     put_time: MeanTime,
     forecasts: BTreeMap<Scope, Forecast>,
-    /// No writer is silent for long enough before this time.
-    silent_from: Option<Instant>,
 }
 
 /// A read that waits for memory. It refers to its account weakly, so a queue entry does not keep a
@@ -277,6 +279,7 @@ impl BudgetState {
             let used = connection.used[index];
             self.writers.remove(&(connection.tenant, used, number));
             self.writers.insert((connection.tenant, used + bytes, number));
+            self.writers_order.add(number, connection.tenant, now);
             self.line.record_grant(number, bytes);
         }
         if kind == Kind::Reads {
@@ -309,6 +312,8 @@ impl BudgetState {
             self.writers.remove(&(connection.tenant, used + bytes, number));
             if used > 0 {
                 self.writers.insert((connection.tenant, used, number));
+            } else {
+                self.writers_order.remove(number);
             }
         }
         if kind == Kind::Reads {
@@ -430,7 +435,9 @@ impl Budget {
         {
             state.line.expire(now);
             let place = (number, connection.tenant);
-            ahead = state.line.promised(place, &state.tenants, self.node_max[kind as usize], now).bytes();
+            // A put that begins now ends before the others return.
+            let times = (now, Some(now + state.time_of_put(now)));
+            ahead = state.line.promised(place, &state.tenants, self.node_max[kind as usize], times).bytes();
         }
         self.overrun_behind(ahead, state, number, kind, bytes)
     }
@@ -596,6 +603,8 @@ impl Budget {
 
 #[cfg(test)]
 mod account_tests;
+#[cfg(test)]
+mod crowd_tests;
 #[cfg(test)]
 mod room_tests;
 #[cfg(test)]

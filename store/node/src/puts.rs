@@ -34,6 +34,10 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
+/// Forgotten pages that are recorded under one lock of the table. A request may have thousands, and
+/// all puts and follows wait meanwhile.
+const FORGETS_AT_ONCE: usize = 64;
+
 pub struct Puts {
     tiers: Arc<Tiers>,
     metrics: Arc<Metrics>,
@@ -372,21 +376,28 @@ impl Puts {
     /// Aborts the open puts of these pages, which a client of `peer` is about to forget. From here
     /// on the node takes no copy of them from before.
     pub(crate) fn forget(&self, peer: Peer, ids: &[PageId]) {
-        let mut state = self.state.lock();
-        // One step with the search for open puts: each put of a copy is either found here, or
-        // reserved later and refused.
-        if !fail_point!("node.forget-records-late") {
-            state.generations.record_forget(peer, ids);
+        for ids in ids.chunks(FORGETS_AT_ONCE) {
+            let mut state = self.state.lock();
+            // One step with the search for open puts: each put of a copy is either found here, or
+            // reserved later and refused.
+            let retired = match fail_point!("node.forget-records-late") {
+                true => Vec::new(),
+                false => state.generations.record_forget(peer, ids),
+            };
+            let open: Vec<Arc<Put>> = ids.iter().filter_map(|id| state.open.get(id).cloned()).collect();
+            // Each abort takes the lock itself, and a retired table has many entries to free.
+            drop(state);
+            drop(retired);
+            open.iter().for_each(|put| self.abort_unannounced(put));
         }
-        let open: Vec<Arc<Put>> = ids.iter().filter_map(|id| state.open.get(id).cloned()).collect();
-        // Each abort takes the lock itself.
-        drop(state);
-        open.iter().for_each(|put| self.abort_unannounced(put));
     }
 
     /// The first half of [`Puts::forget`] alone, for a fail point.
     pub(crate) fn record_forget(&self, peer: Peer, ids: &[PageId]) {
-        self.state.lock().generations.record_forget(peer, ids);
+        for ids in ids.chunks(FORGETS_AT_ONCE) {
+            let retired = self.state.lock().generations.record_forget(peer, ids);
+            drop(retired);
+        }
     }
 
     pub(crate) fn generations_left(&self) -> u64 {

@@ -47,6 +47,8 @@ pub(crate) struct Shares {
     peers: BTreeMap<Peer, BTreeMap<NamespaceId, Use>>,
     uses_begun: u64,
     has_changed: bool,
+    /// Floors in bytes that L2 has.
+    of_l2: BTreeMap<NamespaceId, u64>,
     next_end: Option<Instant>,
 }
 
@@ -125,6 +127,22 @@ impl Shares {
             namespaces.for_each(|(namespace, _)| *floors.entry(*namespace).or_default() += part);
         }
         Some(floors)
+    }
+
+    /// Returns the floors of L2 that differ from those of the last call, in bytes, 0 for none. The
+    /// lower ones come first. So a prefix of them never makes all floors together exceed both the
+    /// old and the new ones.
+    pub(crate) fn changes_of_l2(&mut self, floors: &Floors, l2_bytes: u64) -> Vec<(NamespaceId, u64)> {
+        let floors: BTreeMap<_, _> = floors.iter().map(|(namespace, part)| (*namespace, part.of(l2_bytes))).collect();
+        let before = std::mem::replace(&mut self.of_l2, floors);
+        let bytes_of = |floors: &BTreeMap<_, u64>, namespace| floors.get(namespace).copied().unwrap_or(0);
+        let ended = before.keys().filter(|namespace| !self.of_l2.contains_key(namespace));
+        let changes = ended.chain(self.of_l2.keys()).filter_map(|namespace| {
+            let (old, new) = (bytes_of(&before, namespace), bytes_of(&self.of_l2, namespace));
+            (old != new).then_some((new > old, (*namespace, new)))
+        });
+        let (higher, lower): (Vec<_>, Vec<_>) = changes.partition(|&(is_higher, _)| is_higher);
+        lower.into_iter().chain(higher).map(|(_, change)| change).collect()
     }
 
     /// Forgets the peer without connections whose use ends first.
@@ -243,6 +261,34 @@ mod tests {
         shares.leave(id(3), peer(1), now);
         shares.expire(now + USED_FOR);
         assert_eq!(shares.take_changed().map(|floors| floors.len()), Some(15));
+    }
+
+    #[test]
+    fn changes_of_l2_are_only_those_and_never_exceed_half_of_it() {
+        let mut shares = Shares::default();
+        let mut floors = BTreeMap::new();
+        let mut update = |shares: &mut Shares| {
+            let Some(wanted) = shares.take_changed() else { return 0 };
+            let changes = shares.changes_of_l2(&wanted, 96_000);
+            for (namespace, bytes) in &changes {
+                floors.insert(*namespace, *bytes);
+                assert!(floors.values().sum::<u64>() <= 48_000);
+            }
+            floors.retain(|_, bytes| *bytes > 0);
+            assert_eq!(floors, wanted.iter().map(|(namespace, part)| (*namespace, part.of(96_000))).collect());
+            changes.len()
+        };
+        for host in 0..300 {
+            (0..=host % 3).for_each(|number| shares.join(id(1000 * number + host), peer(host)));
+            update(&mut shares);
+        }
+        // A third namespace changes those of its peer only.
+        shares.join(id(9000), peer(1));
+        assert_eq!(update(&mut shares), 3);
+        let now = larder_runtime::now();
+        (0..100).for_each(|host| shares.leave(id(host), peer(host), now));
+        shares.expire(now + USED_FOR);
+        assert!(update(&mut shares) >= 100);
     }
 
     #[test]

@@ -306,30 +306,56 @@ mod tests {
     use super::*;
     use larder_format::{NamespaceId, PageKey, chunk_crcs};
 
-    #[tokio::test]
-    async fn a_forgotten_page_is_neither_held_nor_served() {
+    fn store() -> Store {
         let options = NodeOptions { l2_bytes: 1 << 20, in_flight_bytes: Some(1 << 20), ..NodeOptions::default() };
         let arena = Arena::new(options.arena_bytes() as usize).unwrap();
         let devices = Devices::of(Vec::new()).unwrap();
-        let store = Store::new(&options, arena, devices, Clock::at(0), 1);
-        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
-        let page = Reserved {
-            key: id.key,
-            parent: PageKey::NONE,
-            position: 0,
-            ttl_ms: 0,
-            part_bytes: vec![100],
-            copy_of: None,
-        };
-        let put = store.reserve(id, page).ok().unwrap();
+        Store::new(&options, arena, devices, Clock::at(0), 1)
+    }
+
+    fn id(number: u32) -> PageId {
+        PageId { namespace: NamespaceId([1; 32]), key: PageKey::chain(None, &[number]) }
+    }
+
+    fn reserve(store: &Store, id: PageId, copy_of: Option<u64>) -> Result<Arc<Put>, ReserveOutcome> {
+        let parent = PageKey::NONE;
+        store.reserve(id, Reserved { key: id.key, parent, position: 0, ttl_ms: 0, part_bytes: vec![100], copy_of })
+    }
+
+    fn land(put: &Put) {
         let part = put.take_part(0, 100).unwrap();
         let crcs = chunk_crcs(&part).collect();
-        assert!(put.land(0, part, crcs) && store.puts().commit(&put) == CommitOutcome::Stored);
+        assert!(put.land(0, part, crcs));
+    }
+
+    #[tokio::test]
+    async fn a_forgotten_page_is_neither_held_nor_served() {
+        let store = store();
+        let put = reserve(&store, id(1), None).ok().unwrap();
+        land(&put);
+        assert_eq!(store.puts().commit(&put), CommitOutcome::Stored);
         let soon = larder_runtime::now() + Duration::from_secs(5);
-        let (found, _) = store.tiers().get(&id, soon).await.unwrap();
+        let (found, _) = store.tiers().get(&id(1), soon).await.unwrap();
         drop(store.tiers().hold(&found).expect("the page is current"));
-        store.forget(&[id], soon).await.unwrap();
+        store.forget(&[id(1)], soon).await.unwrap();
         let hold = store.tiers().hold(&found);
-        assert!(hold.is_none() && store.tiers().get(&id, soon).await.is_none());
+        assert!(hold.is_none() && store.tiers().get(&id(1), soon).await.is_none());
+    }
+
+    /// The table of puts is locked for a part of the request at a time.
+    #[tokio::test]
+    async fn forget_of_many_pages_reaches_each_of_them() {
+        let store = store();
+        let soon = larder_runtime::now() + Duration::from_secs(60);
+        let ids: Vec<PageId> = (0..8192).map(id).collect();
+        let open = [0, 100, 8191].map(|number| reserve(&store, id(number), None).ok().unwrap());
+        open.iter().for_each(|put| land(put));
+        let copied = open[2].generation();
+        store.forget(&ids, soon).await.unwrap();
+        assert!(open.iter().all(|put| store.puts().commit(put) == CommitOutcome::Incomplete));
+        for id in &ids {
+            assert_eq!(reserve(&store, *id, Some(copied)).err(), Some(ReserveOutcome::Forgotten));
+        }
+        assert!(reserve(&store, id(8192), Some(copied)).is_ok(), "another page");
     }
 }

@@ -71,6 +71,8 @@ pub(crate) use writeback::WriteLoad;
 
 /// Bytes of L2 that one call of [`Tiers::make_room`] frees, at most.
 const MAKE_ROOM_BYTES: u64 = 64 << 20;
+/// Floors that are set under one lock of the state. A handshake may change those of all namespaces.
+const FLOORS_AT_ONCE: usize = 64;
 /// The arena hands out slots in multiples of this many bytes.
 pub(crate) const SLOT_UNIT: usize = 4096;
 /// Memory of a page in DRAM beside its payload, in bytes: indices, metadata with checksums, and the
@@ -557,9 +559,10 @@ impl Tiers {
     fn update_floors(&self, mut shares: MutexGuard<'_, Shares>) {
         let Some(floors) = shares.take_changed() else { return };
         let l2_bytes = self.state.lock().policy.capacity_bytes();
-        // Requests wait for the lock of the state, so the map is made without it.
-        let of_l2 = floors.iter().map(|(namespace, part)| (*namespace, part.of(l2_bytes))).collect();
-        self.state.lock().policy.set_floors(of_l2);
+        // Requests wait for the lock of the state, so each hold of it is short.
+        for changes in shares.changes_of_l2(&floors, l2_bytes).chunks(FLOORS_AT_ONCE) {
+            self.state.lock().policy.set_floors(changes);
+        }
         self.devices.set_floors(&floors);
         drop(shares);
     }

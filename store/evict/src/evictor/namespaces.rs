@@ -10,7 +10,7 @@
 //! sequence then leaves from its end, as a whole. A page at the front that was touched goes to the
 //! end once. So a hit costs one flag, and every other change O(log n) for n namespaces.
 
-use super::{Evictor, NO_SLOT, NamespaceIndex};
+use super::{Evictor, Flags, NO_SLOT, NamespaceIndex};
 use crate::policy::{Policy, Slot};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,7 +26,8 @@ struct List {
 
 const EMPTY: List = List { first: NO_SLOT, last: NO_SLOT };
 
-/// Links of an offered page to its neighbours in the list of its namespace.
+/// Links of an offered page to its neighbours in the list of its namespace. The number of its
+/// children takes the place of the first one in other pages.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Links {
     previous: Slot,
@@ -34,7 +35,13 @@ pub(super) struct Links {
 }
 
 impl Links {
-    pub(super) const NONE: Links = Links { previous: NO_SLOT, next: NO_SLOT };
+    pub(super) const fn of_children(children: u32) -> Links {
+        Links { previous: Slot(children), next: NO_SLOT }
+    }
+
+    pub(super) fn children(self) -> u32 {
+        self.previous.0
+    }
 }
 
 /// End of a list at which a page enters.
@@ -139,10 +146,10 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             let [plain, soft] = self.namespaces.usage_of(namespace).lists;
             let slot = [plain.first, soft.first].into_iter().find(|first| *first != NO_SLOT)?;
             let page = &mut self.pages[slot.index()];
-            if !page.touched || passed_over == PASSED_OVER_MAX {
+            if !page.flags.has(Flags::TOUCHED) || passed_over == PASSED_OVER_MAX {
                 return Some(slot);
             }
-            page.touched = false;
+            page.flags.set(Flags::TOUCHED, false);
             passed_over += 1;
             self.unlink(slot);
             self.link(slot, ListEnd::Back);
@@ -152,7 +159,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     /// Adds an offered page to the list of its namespace.
     pub(super) fn link(&mut self, slot: Slot, end: ListEnd) {
         let page = &self.pages[slot.index()];
-        let (namespace, which) = (page.namespace, usize::from(page.soft_pinned));
+        let (namespace, which) = (page.namespace, usize::from(page.flags.has(Flags::SOFT_PINNED)));
         let mut list = self.namespaces.usage_of(namespace).lists[which];
         let links = match end {
             ListEnd::Front => Links { previous: NO_SLOT, next: list.first },
@@ -168,8 +175,8 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     /// Removes a page from the list of its namespace.
     pub(super) fn unlink(&mut self, slot: Slot) {
         let page = &mut self.pages[slot.index()];
-        let Links { previous, next } = std::mem::replace(&mut page.links, Links::NONE);
-        let (namespace, which) = (page.namespace, usize::from(page.soft_pinned));
+        let Links { previous, next } = std::mem::replace(&mut page.links, Links::of_children(0));
+        let (namespace, which) = (page.namespace, usize::from(page.flags.has(Flags::SOFT_PINNED)));
         let mut list = self.namespaces.usage_of(namespace).lists[which];
         *if previous == NO_SLOT { &mut list.first } else { &mut self.pages[previous.index()].links.next } = next;
         *if next == NO_SLOT { &mut list.last } else { &mut self.pages[next.index()].links.previous } = previous;

@@ -218,9 +218,10 @@ impl Log {
         self.begin_steps();
     }
 
-    /// Replaces the floors of all namespaces. They do not survive a restart.
-    pub fn set_floors(&mut self, floors: Floors) {
-        self.retention.set_floors(floors);
+    /// Replaces the floors of all namespaces, and returns those before. They do not survive a
+    /// restart.
+    pub fn set_floors(&mut self, floors: Floors) -> Floors {
+        self.retention.set_floors(floors)
     }
 
     /// Bytes of all segments that the log may have now: fewer than configured once the file system

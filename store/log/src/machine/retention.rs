@@ -112,8 +112,8 @@ impl Retention {
         !self.pins.is_empty()
     }
 
-    pub(super) fn set_floors(&mut self, floors: Floors) {
-        self.floors = floors;
+    pub(super) fn set_floors(&mut self, floors: Floors) -> Floors {
+        std::mem::replace(&mut self.floors, floors)
     }
 
     pub(super) fn floors(&self) -> &Floors {

@@ -69,6 +69,7 @@ impl Drop for Account {
         subtract(&mut state.own_requests_left, OWN_REQUEST_BYTES);
         state.line.leave(self.connection);
         state.readers_order.end(self.connection);
+        state.writers_order.remove(self.connection);
         if let Some(connection) = state.connections.remove(&self.connection) {
             state.tenants.leave(connection.tenant);
         }
@@ -264,7 +265,8 @@ impl Account {
     }
 
     /// Gives the connection a place in the line for `bytes`, after a refusal of puts. Returns the
-    /// delay after which it finds room. `page_bytes` are those that a page takes in the arena.
+    /// delay after which it finds room. In a full line it queues for a place, and the delay is the
+    /// time for that. `page_bytes` are those that a page takes in the arena.
     ///
     /// A connection at its own bound gets no place: no other connection can take its room.
     pub(crate) fn wait_in_line(&self, bytes: u64, page_bytes: u64) -> Busy {
@@ -288,30 +290,33 @@ impl Account {
         let share = state.tenants.share(tenant, kind, self.budget.node_max[kind as usize]);
         // More cannot be granted at once, and would hold room of others.
         let bytes = bytes.min(connection_max).min(share).max(page_bytes);
-        let had_place = state.line.has_place(self.connection);
+        // A newcomer may be gone by then. One that has returned will return again.
+        let has_returned = state.line.has_waiting(self.connection);
         // Looks at the line last, because it may be long.
         let has_room = own.max() == 0 && self.budget.overrun(state, self.connection, kind, page_bytes, now).max() == 0;
         state.line.expire(now);
         state.line.enter(self.connection, tenant, bytes, now);
-        let waited = state.line.waited(self.connection, now);
-        // An estimate that failed before is too short: writers differ. The time so far bounds the
-        // number of returns.
         let time = match has_room {
-            true => NO_ROOM_RETRY.max(waited),
-            false => self.time_for_room(state, tenant, (bytes, page_bytes), now).max(waited / WAITED_PART),
+            true => NO_ROOM_RETRY.max(state.line.waited(self.connection, now)),
+            false => {
+                let time = self.time_for_room(state, tenant, (bytes, page_bytes), now);
+                let time = state.line.time_for_place(self.connection, time).unwrap_or(time);
+                // An estimate that failed before is too short: writers differ. The time so far
+                // bounds the number of returns.
+                time.max(state.line.misjudged(self.connection, now) / WAITED_PART)
+            }
         };
         let time = if fail_point!("node.time-told-too-short") { PUT_RETRY_MIN } else { time };
-        if time > PUT_RETRY_MAX && !had_place {
+        let told = time.min(PUT_RETRY_MAX);
+        let holds_until = place_end(now, told);
+        if told < time && !has_returned {
             // Most clients give up before. Their places would hold room in vain.
-            state.line.leave(self.connection);
-            return Busy::after(PUT_RETRY_MAX);
+            state.line.queue_instead(self.connection, now);
+        } else {
+            state.tenants.record_demand(tenant, kind, holds_until);
         }
-        // A connection that has waited keeps its place: a new one would be the last.
-        let time = time.min(PUT_RETRY_MAX);
-        let holds_until = place_end(now, time);
-        state.line.keep_until(self.connection, now + time, holds_until);
-        state.tenants.record_demand(tenant, kind, holds_until);
-        Busy::after(time)
+        state.line.keep_until(self.connection, (now + told, holds_until), told == time, now);
+        Busy::after(told)
     }
 
     /// Time until this connection, which waits in the line for `bytes`, finds room for them.
@@ -325,7 +330,7 @@ impl Account {
         let max = self.budget.node_max[Kind::Puts as usize];
         let share = state.tenants.share(tenant, Kind::Puts, max);
         // With the place: those behind it do not count.
-        let ahead = state.line.promised((self.connection, tenant), &state.tenants, max, now);
+        let ahead = state.line.promised((self.connection, tenant), &state.tenants, max, (now, None));
         let before_in_node = ahead.expected_before(RoomOf::Node, bytes, max, now);
         let before_in_tenant = ahead.expected_before(RoomOf::Tenant, bytes, share, now);
         let overrun = self.budget.overrun_behind(ahead.bytes(), state, self.connection, Kind::Puts, bytes);
@@ -359,8 +364,11 @@ impl Account {
         let now = now();
         let mut guard = self.budget.state.lock();
         let state = &mut *guard;
+        state.tenants.expire(now);
+        let max = self.budget.node_max[Kind::Puts as usize];
+        let may_take_excess = state.may_take_excess(self.connection, now) && state.tenants.is_any_above_share(max);
         // Both lists would be empty. Found without a look at the line, which may be long.
-        if state.silent_from.is_some_and(|from| now < from) && !state.may_take_excess(self.connection, now) {
+        if !may_take_excess && !state.may_have_silent_writer(now) {
             return Vec::new();
         }
         let overrun = self.budget.overrun(state, self.connection, Kind::Puts, bytes, now);
@@ -372,7 +380,7 @@ impl Account {
         if !silent.is_empty() || overrun.tenant > 0 {
             return silent;
         }
-        state.excess_writers(self.connection, (overrun.node, self.budget.node_max[Kind::Puts as usize]), now)
+        state.excess_writers(self.connection, (overrun.node, max), now)
     }
 
     /// Returns `true` while this connection lacks room for `bytes` and `writer` may lose more.

@@ -1,29 +1,33 @@
 //! The line of writers that were refused for lack of room.
 //!
 //! A refused connection gets a place. Free room goes to the places in order, so a connection that
-//! returns as it was told finds room, even if others came meanwhile.
+//! returns as it was told finds room, even if others came meanwhile. Beyond the places, refused
+//! connections queue for a place.
 //!
 //! Invariants:
 //! - A connection has at most one place, and the line at most [`PLACES_MAX`].
+//! - Free places go to the queue in order: see `place_queue`. A connection gets one at once only if
+//!   enough others are left for those that queue.
 //! - Tenants take turns: a tenant's second place comes after the first places of the others.
-//! - A place holds room until soon after the time at which the connection was to return. So room
-//!   never waits for long for a client that is gone.
+//! - A place holds room from a put's time before the connection is to return until soon after that.
+//!   A put that begins earlier has usually ended by then. So room never waits for long.
 //! - A late connection keeps its turn without room for [`LATE_MAX`]. Over a slow link even a client
 //!   that returns as told is late.
 //! - A place ends when its bytes were granted, with its connection, or after that time.
 
 use super::Kind;
+use super::place_queue::{PlaceQueue, Refused, time_for_place};
 use super::tenants::{TenantNumber, TenantTable};
 use larder_runtime::fail_point;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// Bounds the line, and with it the cost of an admission while writers wait. Further connections
-/// are told a time without a place.
+/// queue.
 const PLACES_MAX: usize = 128;
 
 /// Time for which a place outlasts the room that it holds.
-const LATE_MAX: Duration = Duration::from_secs(10);
+pub(super) const LATE_MAX: Duration = Duration::from_secs(10);
 
 /// Turn of the place, then the order of arrival.
 type PlaceKey = (u64, u64);
@@ -32,8 +36,10 @@ struct Place {
     connection: u64,
     tenant: TenantNumber,
     bytes: u64,
-    /// First refusal that was not followed by a grant.
-    since: Instant,
+    refused: Refused,
+    /// First refusal of those since which every time told was meant to be the last. `None` if the
+    /// latest one was not.
+    estimated_since: Option<Instant>,
     /// Time at which the connection was told to return.
     returns_at: Instant,
     /// The place holds room until then.
@@ -46,6 +52,7 @@ struct Place {
 pub(super) struct Line {
     places: BTreeMap<PlaceKey, Place>,
     by_connection: BTreeMap<u64, PlaceKey>,
+    queue: PlaceQueue,
     arrivals: u64,
     /// Turn of the last place that ended. A tenant without a place enters here.
     turn: u64,
@@ -54,6 +61,7 @@ pub(super) struct Line {
 }
 
 impl Place {
+    /// Returns `false` once the connection is late.
     fn holds_room(&self, now: Instant) -> bool {
         now <= self.holds_until
     }
@@ -109,19 +117,21 @@ pub(super) enum RoomOf {
 }
 
 impl Line {
+    /// Number of connections that wait, with and without a place.
     pub(super) fn len(&self) -> usize {
-        self.places.len()
+        self.places.len() + self.queue.len()
     }
 
     /// Returns the places ahead of a connection that room is promised to, or all such places if it
-    /// has none. A place of another tenant that is at its share of `max` takes nothing, because it
-    /// cannot be served now. Places of the own tenant always count: they get its room first.
+    /// has none. `returns_by` limits them to those whose connections return by then. A place of
+    /// another tenant that is at its share of `max` takes nothing, because it cannot be served now.
+    /// Places of the own tenant always count: they get its room first.
     pub(super) fn promised(
         &self,
         (connection, tenant): (u64, TenantNumber),
         tenants: &TenantTable,
         max: u64,
-        now: Instant,
+        (now, returns_by): (Instant, Option<Instant>),
     ) -> PromisedPlaces<'_> {
         if self.places.is_empty() {
             return PromisedPlaces { places: Vec::new(), tenant };
@@ -139,12 +149,14 @@ impl Line {
             *promised += place.bytes;
             true
         };
-        let places = ahead.map(|(_, place)| place).filter(|place| place.holds_room(now)).filter(is_promised).collect();
+        let returns = |place: &&Place| returns_by.is_none_or(|by| place.returns_at <= by);
+        let places = ahead.map(|(_, place)| place).filter(|place| place.holds_room(now)).filter(returns);
+        let places = places.filter(is_promised).collect();
         PromisedPlaces { places, tenant }
     }
 
-    /// Gives a connection a place, or changes the bytes of the place that it has. Does nothing if
-    /// the line is full, unless a late place can go.
+    /// Gives a connection a place, or changes the bytes of the place that it has. If too few places
+    /// are free for all that were refused earlier, the connection queues.
     pub(super) fn enter(&mut self, connection: u64, tenant: TenantNumber, bytes: u64, now: Instant) {
         if let Some(key) = self.by_connection.get(&connection)
             && let Some(place) = self.places.get_mut(key)
@@ -153,31 +165,74 @@ impl Line {
             place.bytes = bytes;
             return;
         }
-        self.leave(connection);
-        if self.places.len() >= PLACES_MAX
-            && let Some(late) = self.places.values().find(|place| !place.holds_room(now))
-        {
-            self.leave(late.connection);
-        }
-        if self.places.len() >= PLACES_MAX || fail_point!("node.line-forgets-callers") {
+        self.end_place(connection);
+        if fail_point!("node.line-forgets-callers") {
             return;
         }
+        let refused = self.queue.get(connection).unwrap_or_else(|| {
+            self.arrivals += 1;
+            Refused { arrival: self.arrivals, since: now }
+        });
+        if !self.may_take_place(refused, now) {
+            self.queue.insert(connection, refused, now);
+            return;
+        }
+        self.queue.remove(connection);
         let last = self.places.iter().rfind(|(_, place)| place.tenant == tenant).map(|(&(turn, _), _)| turn + 1);
-        let key = (last.unwrap_or(0).max(self.turn), self.arrivals);
-        self.arrivals += 1;
-        let place =
-            Place { connection, tenant, bytes, since: now, returns_at: now, holds_until: now, is_served: false };
+        let key = (last.unwrap_or(0).max(self.turn), refused.arrival);
+        let place = Place {
+            connection,
+            tenant,
+            bytes,
+            refused,
+            estimated_since: None,
+            returns_at: now,
+            holds_until: now,
+            is_served: false,
+        };
         self.places.insert(key, place);
         self.by_connection.insert(connection, key);
     }
 
+    /// Returns `true` if a place is free for a connection. In a full line a late place makes room
+    /// for the first one of the queue.
+    fn may_take_place(&mut self, refused: Refused, now: Instant) -> bool {
+        let free = PLACES_MAX - self.places.len();
+        if free > 0 {
+            return self.queue.is_among_first(refused.arrival, free);
+        }
+        if !self.queue.is_among_first(refused.arrival, 1) {
+            return false;
+        }
+        let Some(late) = self.places.values().find(|place| !place.holds_room(now)) else { return false };
+        let (connection, refused, holds_until) = (late.connection, late.refused, late.holds_until);
+        self.end_place(connection);
+        self.queue.insert_late(connection, refused, holds_until);
+        true
+    }
+
+    /// Takes the place of a connection back. It queues, at the position of its first refusal.
+    pub(super) fn queue_instead(&mut self, connection: u64, now: Instant) {
+        if let Some(place) = self.end_place(connection) {
+            self.queue.insert(connection, place.refused, now);
+        }
+    }
+
     /// Records that the connection was told to return at `returns_at`. Its place holds room until
-    /// `holds_until`.
-    pub(super) fn keep_until(&mut self, connection: u64, returns_at: Instant, holds_until: Instant) {
+    /// `holds_until`. `is_estimate` tells that it should find room then.
+    pub(super) fn keep_until(
+        &mut self,
+        connection: u64,
+        (returns_at, holds_until): (Instant, Instant),
+        is_estimate: bool,
+        now: Instant,
+    ) {
+        self.queue.keep_until(connection, holds_until);
         let key = self.by_connection.get(&connection);
         if let Some(place) = key.and_then(|key| self.places.get_mut(key)) {
             place.returns_at = returns_at;
             place.holds_until = holds_until;
+            place.estimated_since = is_estimate.then_some(place.estimated_since.unwrap_or(now));
             self.late_first = Some(self.late_first.map_or(holds_until, |first| first.min(holds_until)));
         }
     }
@@ -186,38 +241,76 @@ impl Line {
         self.by_connection.contains_key(&connection)
     }
 
-    /// Returns the time since the first refusal of a connection, or zero if it has no place.
-    pub(super) fn waited(&self, connection: u64, now: Instant) -> Duration {
-        let place = self.by_connection.get(&connection).and_then(|key| self.places.get(key));
-        place.map_or(Duration::ZERO, |place| now.saturating_duration_since(place.since))
+    /// Returns `true` if the connection was refused, and waits.
+    pub(super) fn has_waiting(&self, connection: u64) -> bool {
+        self.has_place(connection) || self.queue.get(connection).is_some()
     }
 
-    /// Takes granted bytes off the connection's place, and ends the place with its last byte.
+    fn place(&self, connection: u64) -> Option<&Place> {
+        self.by_connection.get(&connection).and_then(|key| self.places.get(key))
+    }
+
+    /// Returns the time since the first refusal of a connection, or zero if it does not wait.
+    pub(super) fn waited(&self, connection: u64, now: Instant) -> Duration {
+        let refused = self.place(connection).map(|place| place.refused).or_else(|| self.queue.get(connection));
+        refused.map_or(Duration::ZERO, |refused| now.saturating_duration_since(refused.since))
+    }
+
+    /// Returns the time for which estimates of a connection's wait have been too short: since the
+    /// first one that failed. Without a place that is the whole time.
+    pub(super) fn misjudged(&self, connection: u64, now: Instant) -> Duration {
+        match self.place(connection) {
+            Some(place) => place.estimated_since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since)),
+            None => self.waited(connection, now),
+        }
+    }
+
+    /// Returns the time after which a connection in the queue finds a free place. `line_time` is
+    /// the time for room behind all places. `None` if it does not queue.
+    pub(super) fn time_for_place(&self, connection: u64, line_time: Duration) -> Option<Duration> {
+        let refused = self.queue.get(connection)?;
+        let ahead = self.queue.estimated_ahead(refused.arrival);
+        Some(time_for_place(line_time, ahead, (self.places.len(), PLACES_MAX)))
+    }
+
+    /// Takes granted bytes off the connection's place, and ends the place with its last byte. Ends
+    /// the wait of a connection in the queue.
     pub(super) fn record_grant(&mut self, connection: u64, bytes: u64) {
+        self.queue.remove(connection);
         let Some(key) = self.by_connection.get(&connection) else { return };
         let Some(place) = self.places.get_mut(key) else { return };
         place.is_served = true;
         if place.bytes <= bytes {
-            self.leave(connection);
+            self.end_place(connection);
         } else {
             place.bytes -= bytes;
         }
     }
 
+    /// Ends the wait of a connection.
     pub(super) fn leave(&mut self, connection: u64) {
-        let Some(key) = self.by_connection.remove(&connection) else { return };
-        self.places.remove(&key);
-        self.turn = if self.places.is_empty() { 0 } else { self.turn.max(key.0) };
+        self.queue.remove(connection);
+        self.end_place(connection);
     }
 
-    /// Ends the places that are late for too long. Visits the line only if there may be one.
+    fn end_place(&mut self, connection: u64) -> Option<Place> {
+        let key = self.by_connection.remove(&connection)?;
+        let place = self.places.remove(&key);
+        self.turn = if self.places.is_empty() { 0 } else { self.turn.max(key.0) };
+        place
+    }
+
+    /// Ends the waits that are late for too long. Visits the line only if there may be one.
     pub(super) fn expire(&mut self, now: Instant) {
+        self.queue.expire(now);
         if self.places.is_empty() || self.late_first.is_some_and(|first| now < first + LATE_MAX) {
             return;
         }
         let ended = self.places.values().filter(|place| place.holds_until + LATE_MAX < now);
         let ended: Vec<u64> = ended.map(|place| place.connection).collect();
-        ended.into_iter().for_each(|connection| self.leave(connection));
+        for connection in ended {
+            self.end_place(connection);
+        }
         self.late_first = self.places.values().map(|place| place.holds_until).min();
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::time::sleep;
 
-const MIB: u64 = 1 << 20;
+pub(super) const MIB: u64 = 1 << 20;
 pub(super) const PAGE: u64 = 8 * MIB;
 /// Bytes that keep a writer from losing its room.
 const PROGRESS: usize = writers::PROGRESS_BYTES as usize;
@@ -16,7 +16,7 @@ pub(super) fn budget() -> Arc<Budget> {
     Budget::new(&options, Arc::default(), Arc::default())
 }
 
-fn account(budget: &Arc<Budget>, tenant: &str) -> Arc<Account> {
+pub(super) fn account(budget: &Arc<Budget>, tenant: &str) -> Arc<Account> {
     account_of(budget, Peer::Local, tenant)
 }
 
@@ -39,7 +39,7 @@ impl Open {
         self.0.lock().entry(charge.connection()).or_default().push(charge);
     }
 
-    fn len(&self, account: &Account) -> usize {
+    pub(super) fn len(&self, account: &Account) -> usize {
         self.0.lock().get(&account.connection()).map_or(0, Vec::len)
     }
 
@@ -67,7 +67,7 @@ impl Open {
 }
 
 /// Sends a page at `bytes_per_second` and ends its put.
-async fn write(open: &Open, account: &Account, bytes_per_second: u64) {
+pub(super) async fn write(open: &Open, account: &Account, bytes_per_second: u64) {
     let piece = bytes_per_second / 20;
     for _ in 0..PAGE / piece {
         sleep(Duration::from_millis(50)).await;
@@ -284,12 +284,19 @@ async fn caller_is_not_told_to_return_before_those_that_room_is_promised_to() {
     // The next forecast is a new one.
     let passed = Duration::from_millis(20);
     sleep(passed).await;
-    // The room is free, and promised to callers that are not there yet.
+    // The room is promised to callers that are not there yet. Others use it meanwhile.
+    let quick: Vec<_> = (0..4).map(|number| account(&budget, &format!("quick {number}"))).collect();
+    assert!(quick.iter().all(|writer| open.reserve(writer)));
     let caller = account(&budget, "caller");
     assert!(!open.reserve(&caller));
     let later = caller.wait_in_line(PAGE, PAGE).retry_after;
     assert!(told[0] > Duration::from_secs(4), "{told:?}");
     assert!(passed + later >= told[0], "{later:?}, the first one ahead returns after {:?}", told[0]);
+    assert!(quick.iter().all(|writer| open.end(writer)));
+    sleep(told[0] - passed - Duration::from_millis(100)).await;
+    assert!(!open.reserve(&caller), "a put may take longer than the time that is left");
+    sleep(Duration::from_millis(100)).await;
+    assert!(open.reserve(&ahead[0]));
 }
 
 #[tokio::test(start_paused = true)]
@@ -308,6 +315,10 @@ async fn caller_that_has_waited_keeps_its_place_when_the_time_told_grows() {
     }
     let told = caller.wait_in_line(PAGE, PAGE).retry_after;
     assert_eq!(told, Duration::from_secs(10));
+    for _ in 0..95 {
+        sleep(Duration::from_millis(100)).await;
+        holder.record_received(MIB as usize / 80);
+    }
     open.end(&holder);
     let newcomer = account(&budget, "newcomer");
     assert!(!open.reserve(&newcomer) && open.reserve(&caller));
@@ -495,8 +506,9 @@ async fn second_place_of_a_tenant_comes_after_the_first_places_of_others() {
         line.enter(connection, tenant, PAGE, now());
     }
     // Both tenants are far below their shares.
-    let ahead_of =
-        |connection, tenant| line.promised((connection, tenant), &tenants, 100 * PAGE, now()).bytes().of_all / PAGE;
+    let ahead_of = |connection, tenant| {
+        line.promised((connection, tenant), &tenants, 100 * PAGE, (now(), None)).bytes().of_all / PAGE
+    };
     assert_eq!((ahead_of(0, many), ahead_of(2, single), ahead_of(1, many)), (0, 1, 2));
 }
 
@@ -513,6 +525,8 @@ async fn tenants_take_turns_in_the_line_and_newcomers_wait_behind_it() {
         caller.wait_in_line(PAGE, PAGE);
     }
     assert_eq!(budget.status()["writers_waiting"], 4);
+    sleep(Duration::from_millis(900)).await;
+    holder.record_received(PROGRESS);
     open.end(&holder);
     let newcomer = account(&budget, "newcomer");
     assert!(!open.reserve(&newcomer) && !open.reserve(&many[1]) && !open.reserve(&single), "many[0] is first");
@@ -543,10 +557,37 @@ async fn line_is_bounded_and_ends_with_its_connections() {
         let told = caller.wait_in_line(PAGE, PAGE).retry_after;
         assert!((Duration::from_millis(1)..=Duration::from_secs(10)).contains(&told), "{told:?}");
     }
-    assert_eq!(budget.status()["writers_waiting"], 128);
+    assert_eq!(budget.status()["writers_waiting"], 300);
     drop(callers);
     assert_eq!(budget.status()["writers_waiting"], 0);
     assert!(!open.reserve(&account(&budget, "next")), "the holder is silent for too short a time");
+}
+
+/// Before, each refusal visited all writers as long as one was silent and kept its room.
+#[tokio::test(start_paused = true)]
+async fn silent_writer_that_keeps_its_room_makes_no_search_visit_others() {
+    let options = NodeOptions { in_flight_bytes: Some(2 * 300 * PAGE), ..NodeOptions::default() };
+    let budget = Budget::new(&options, Arc::default(), Arc::default());
+    let open = Open::default();
+    let writers: Vec<_> = (0..299).map(|_| account(&budget, "tenant")).collect();
+    assert!(writers.iter().all(|writer| open.reserve(writer)));
+    let silent = account(&budget, "silent");
+    assert!(open.reserve(&silent));
+    // The caller's tenant is above its share, so that it takes no room of the silent one.
+    let callers: Vec<_> = (0..100).map(|_| account(&budget, "tenant")).collect();
+    for _ in 0..20 {
+        sleep(Duration::from_millis(250)).await;
+        writers.iter().for_each(|writer| writer.record_received(PROGRESS));
+        for caller in &callers {
+            assert!(!open.reserve(caller));
+            caller.wait_in_line(PAGE, PAGE);
+        }
+    }
+    assert_eq!(open.len(&silent), 1);
+    let visits = budget.state.lock().writers_order.visits;
+    assert!(visits <= 6 * 300, "{visits} visits in 5 s");
+    let stranger = account(&budget, "stranger");
+    assert!(open.reserve(&stranger) && open.len(&silent) == 0, "another tenant takes it");
 }
 
 #[tokio::test(start_paused = true)]

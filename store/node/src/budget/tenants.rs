@@ -217,6 +217,11 @@ impl TenantTable {
         above
     }
 
+    /// Returns `true` if a tenant has more than its share of `max`.
+    pub(super) fn is_any_above_share(&self, max: u64) -> bool {
+        !self.above_share(max, 1, 1).is_empty()
+    }
+
     /// Records that a tenant wants bytes, which reserves its share until `until` or longer.
     pub(super) fn record_demand(&mut self, number: TenantNumber, kind: Kind, until: Instant) {
         let kind = kind as usize;

@@ -8,6 +8,8 @@ use super::tenants::TenantNumber;
 use super::{BudgetState, Kind};
 use larder_runtime::fail_point;
 use larder_runtime::sync::Mutex;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
@@ -23,8 +25,10 @@ pub(crate) const EXPOSED_MAX: Duration = Duration::from_secs(6);
 /// Time that a connection waits before a tenant above its share loses the excess. Writers at work
 /// usually end sooner, and then lose nothing.
 const EXCESS_AFTER: Duration = Duration::from_secs(1);
-/// Writers that lose the excess of their tenants to one request, at most.
+/// Writers that lose room to one request, at most.
 const LOSING_MAX: usize = 64;
+/// Writers that one search for silent ones looks at, at most. The next search continues.
+const VISITS_MAX: usize = 1024;
 /// A writer that is silent for longer is expected to stay so.
 const QUIET_AFTER: Duration = Duration::from_millis(250);
 /// Length of one measurement of a writer's rate.
@@ -253,6 +257,64 @@ pub(crate) struct LosingWriter {
     pub(crate) is_silent: bool,
 }
 
+/// Writers in the order of their progress: the search for silent ones.
+///
+/// Each received piece is progress. Recording it must not take the budget's lock, so the order lags
+/// behind: it has for each writer a time that is not later than its last progress. A search moves a
+/// writer back that made progress since. So it meets each writer at work at most once per
+/// [`SILENT_AFTER`], and otherwise silent ones only.
+#[derive(Default)]
+pub(super) struct WriterOrder {
+    all: BTreeSet<(Instant, u64)>,
+    by_tenant: BTreeMap<TenantNumber, BTreeSet<(Instant, u64)>>,
+    entries: BTreeMap<u64, (TenantNumber, Instant)>,
+    #[cfg(test)]
+    pub(super) visits: usize,
+}
+
+impl WriterOrder {
+    /// Adds a connection with its first reservation. Does nothing if it is there already.
+    pub(super) fn add(&mut self, connection: u64, tenant: TenantNumber, now: Instant) {
+        if !self.entries.contains_key(&connection) {
+            self.insert(connection, tenant, now);
+        }
+    }
+
+    fn insert(&mut self, connection: u64, tenant: TenantNumber, progress: Instant) {
+        self.all.insert((progress, connection));
+        self.by_tenant.entry(tenant).or_default().insert((progress, connection));
+        self.entries.insert(connection, (tenant, progress));
+    }
+
+    /// Removes a connection without reserved pages.
+    pub(super) fn remove(&mut self, connection: u64) {
+        let Some((tenant, progress)) = self.entries.remove(&connection) else { return };
+        self.all.remove(&(progress, connection));
+        if let Some(of_tenant) = self.by_tenant.get_mut(&tenant) {
+            of_tenant.remove(&(progress, connection));
+            if of_tenant.is_empty() {
+                self.by_tenant.remove(&tenant);
+            }
+        }
+    }
+
+    fn move_to(&mut self, connection: u64, progress: Instant) {
+        let Some(&(tenant, _)) = self.entries.get(&connection) else { return };
+        self.remove(connection);
+        self.insert(connection, tenant, progress);
+    }
+
+    /// Next writer of a tenant, or of all, behind a position.
+    fn next(&self, tenant: Option<TenantNumber>, after: Option<(Instant, u64)>) -> Option<(Instant, u64)> {
+        let writers = match tenant {
+            Some(tenant) => self.by_tenant.get(&tenant)?,
+            None => &self.all,
+        };
+        let start = after.map_or(Bound::Unbounded, Bound::Excluded);
+        writers.range((start, Bound::Unbounded)).next().copied()
+    }
+}
+
 /// Reserved bytes of a writer, and the number of their puts.
 struct WriterRoom<'a> {
     tenant: TenantNumber,
@@ -299,6 +361,11 @@ impl BudgetState {
         Forecast { made_at: now, freed, turn }
     }
 
+    /// Expected time from a reservation to the end of its put.
+    pub(super) fn time_of_put(&self, now: Instant) -> Duration {
+        self.put_time.get(now).unwrap_or(SILENT_AFTER)
+    }
+
     fn writers_in(&self, scope: Scope) -> impl Iterator<Item = WriterRoom<'_>> {
         let wanted = match scope {
             Scope::Node => Some((TenantNumber::MIN, TenantNumber::MAX)),
@@ -326,33 +393,47 @@ impl BudgetState {
         u64::try_from(part).unwrap_or(u64::MAX)
     }
 
-    /// Silent writers other than `connection`, the longest silence first. `tenant` limits them to
-    /// one tenant.
+    /// Returns `false` if no writer can be silent for [`SILENT_AFTER`].
+    pub(super) fn may_have_silent_writer(&self, now: Instant) -> bool {
+        let first = self.writers_order.next(None, None);
+        first.is_some_and(|(since, _)| now.saturating_duration_since(since) >= SILENT_AFTER)
+    }
+
+    /// Silent writers other than `connection`, the longest silence first, at most [`LOSING_MAX`].
+    /// `tenant` limits them to one tenant.
     pub(super) fn silent_writers(
         &mut self,
         connection: u64,
         tenant: Option<TenantNumber>,
         now: Instant,
     ) -> Vec<LosingWriter> {
-        // A writer can only become silent later than this search found.
-        if self.silent_from.is_some_and(|from| now < from) || fail_point!("node.silent-writer-keeps-room") {
-            return Vec::new();
-        }
         let mut silent = Vec::new();
-        let mut next = SILENT_AFTER;
-        for (_, _, number) in &self.writers {
-            let Some(writer) = self.connections.get(number) else { continue };
-            let silence = writer.progress.writer.lock().silence(now);
-            // Zero for one that is silent already and of another tenant: the next search finds it.
-            next = next.min(SILENT_AFTER.saturating_sub(silence));
-            if silence >= SILENT_AFTER && *number != connection && tenant.is_none_or(|tenant| writer.tenant == tenant) {
-                silent.push((silence, *number));
+        if fail_point!("node.silent-writer-keeps-room") {
+            return silent;
+        }
+        let mut last = None;
+        for _ in 0..VISITS_MAX {
+            let Some((since, number)) = self.writers_order.next(tenant, last) else { break };
+            // All others made progress later.
+            if now.saturating_duration_since(since) < SILENT_AFTER || silent.len() == LOSING_MAX {
+                break;
+            }
+            #[cfg(test)]
+            {
+                self.writers_order.visits += 1;
+            }
+            let Some(writer) = self.connections.get(&number) else { break };
+            let progress = writer.progress.writer.lock().last_progress;
+            if progress > since {
+                self.writers_order.move_to(number, progress);
+                continue;
+            }
+            last = Some((since, number));
+            if number != connection {
+                silent.push(LosingWriter { connection: number, is_silent: true });
             }
         }
-        self.silent_from = Some(now + next);
-        silent.sort_unstable_by_key(|&(silence, number)| (std::cmp::Reverse(silence), number));
-        let losing = |(_, connection)| LosingWriter { connection, is_silent: true };
-        silent.into_iter().map(losing).collect()
+        silent
     }
 
     /// Returns `true` if a connection has waited for so long that tenants above their share lose
@@ -385,10 +466,16 @@ impl BudgetState {
     pub(super) fn check_indices(&mut self, max: u64) {
         let puts = Kind::Puts as usize;
         let writers = self.connections.iter().filter(|(_, one)| one.used[puts] > 0);
-        let writers: std::collections::BTreeSet<_> =
-            writers.map(|(number, one)| (one.tenant, one.used[puts], *number)).collect();
+        let writers: BTreeSet<_> = writers.map(|(number, one)| (one.tenant, one.used[puts], *number)).collect();
         assert_eq!(writers, self.writers);
-        let tenants: std::collections::BTreeSet<_> = writers.iter().map(|&(tenant, ..)| tenant).collect();
+        let ordered: BTreeMap<u64, TenantNumber> =
+            writers.iter().map(|&(tenant, _, number)| (number, tenant)).collect();
+        let entries = &self.writers_order.entries;
+        assert_eq!(ordered, entries.iter().map(|(number, &(tenant, _))| (*number, tenant)).collect());
+        for (number, (_, since)) in entries {
+            assert!(*since <= self.connections[number].progress.writer.lock().last_progress);
+        }
+        let tenants: BTreeSet<_> = writers.iter().map(|&(tenant, ..)| tenant).collect();
         let mut above: Vec<_> = tenants.into_iter().filter(|&one| self.tenants.excess(one, max) > 0).collect();
         let mut found = self.tenants.above_share(max, u64::MAX, usize::MAX);
         above.sort_unstable();

@@ -144,12 +144,15 @@ impl NamespaceTable {
         self.floors.iter().map(|(namespace, floor)| (*namespace, *floor))
     }
 
-    /// Replaces all floors. Costs O(n log n) for n namespaces in use, however many are resident.
-    fn set_floors(&mut self, floors: BTreeMap<NamespaceId, u64>, evictor: &mut Evictor<PageState, HitDensity>) {
-        let before = std::mem::replace(&mut self.floors, floors);
-        for namespace in before.keys().chain(self.floors.keys()) {
-            if let Some(resident) = self.resident.get(namespace) {
-                evictor.set_floor(resident.index, resident.kept_floor(self.floor(namespace)));
+    /// Sets the floors of these namespaces, 0 for none. Costs O(log n) for each.
+    fn set_floors(&mut self, floors: &[(NamespaceId, u64)], evictor: &mut Evictor<PageState, HitDensity>) {
+        for &(namespace, floor) in floors {
+            match floor {
+                0 => self.floors.remove(&namespace),
+                _ => self.floors.insert(namespace, floor),
+            };
+            if let Some(resident) = self.resident.get(&namespace) {
+                evictor.set_floor(resident.index, resident.kept_floor(floor));
             }
         }
     }
@@ -215,9 +218,9 @@ impl<P: Resident> L2Policy<P> {
         self.namespaces.quota(namespace)
     }
 
-    /// Replaces the floors of all namespaces in use, in bytes. Together they should take at most
-    /// half of the capacity.
-    pub fn set_floors(&mut self, floors: BTreeMap<NamespaceId, u64>) {
+    /// Sets the floors of these namespaces in bytes, 0 for none. All floors together should take at
+    /// most half of the capacity.
+    pub fn set_floors(&mut self, floors: &[(NamespaceId, u64)]) {
         self.namespaces.set_floors(floors, &mut self.evictor);
     }
 

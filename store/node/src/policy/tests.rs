@@ -318,7 +318,9 @@ fn set_equal_floors(policy: &mut TestPolicy, namespaces: &[u8]) {
     namespaces.iter().for_each(|namespace| shares.join(NamespaceId([*namespace; 32]), Peer::Local));
     let capacity = policy.capacity_bytes();
     let floors = shares.take_changed().unwrap();
-    policy.set_floors(floors.into_iter().map(|(namespace, part)| (namespace, part.of(capacity))).collect());
+    let before: Vec<_> = policy.namespaces.floors().map(|(namespace, _)| (namespace, 0)).collect();
+    policy.set_floors(&before);
+    policy.set_floors(&shares.changes_of_l2(&floors, capacity));
 }
 
 /// Hard pins pages of a namespace one by one, and returns how many.

@@ -28,6 +28,8 @@ const DROPPED_SLOTS: usize = 1 << 14;
 pub(super) struct Forgets {
     tables: BTreeMap<NamespaceId, Table>,
     peers: BTreeMap<Peer, PeerUse>,
+    /// Peers with entries, by their number.
+    by_entries: BTreeSet<(usize, Peer)>,
     entries: usize,
     /// By the hash of a namespace: its copies below this generation count as forgotten.
     dropped: Vec<u64>,
@@ -39,10 +41,12 @@ pub(super) struct Forgets {
 struct PeerUse {
     entries: usize,
     tables: usize,
+    /// Its tables with entries, by their number.
+    by_size: BTreeSet<(usize, NamespaceId)>,
 }
 
 /// Latest forgets of a namespace. A forget is the number of the first put after it.
-struct Table {
+pub(super) struct Table {
     owner: Peer,
     /// Latest forget by the hash of a key.
     forgets: BTreeMap<u64, u64>,
@@ -67,6 +71,7 @@ impl Forgets {
         Forgets {
             tables: BTreeMap::new(),
             peers: BTreeMap::new(),
+            by_entries: BTreeSet::new(),
             entries: 0,
             dropped: vec![0; DROPPED_SLOTS],
             hash_seed,
@@ -74,26 +79,31 @@ impl Forgets {
     }
 
     /// Records that a client of `peer` forgets a page. `next` is the number of the first put after
-    /// that, and does not decrease. Costs O(log n), and O(tables) once the memory is full.
-    pub(super) fn record(&mut self, peer: Peer, id: &PageId, next: u64) {
+    /// that, and does not decrease. Costs O(log n).
+    ///
+    /// Returns the table that had to go for one of a new namespace. To free it may take long.
+    #[must_use]
+    pub(super) fn record(&mut self, peer: Peer, id: &PageId, next: u64) -> Option<Table> {
         let key = self.hash_of_key(&id.key);
-        if !self.tables.contains_key(&id.namespace) {
-            self.add_table(peer, id.namespace);
-        }
-        let Some(table) = self.tables.get_mut(&id.namespace) else { return };
+        let retired = match self.tables.contains_key(&id.namespace) {
+            true => None,
+            false => self.add_table(peer, id.namespace),
+        };
+        let table = self.tables.get_mut(&id.namespace)?;
         table.last = next;
         table.by_age.insert((next, key));
         match table.forgets.insert(key, next) {
             Some(before) if before != next => drop(table.by_age.remove(&(before, key))),
             Some(_) => {}
             None => {
-                self.peers.entry(table.owner).or_default().entries += 1;
-                self.entries += 1;
+                let (owner, size) = (table.owner, table.forgets.len());
+                self.resize(owner, id.namespace, (size - 1, size));
             }
         }
         if self.entries > ENTRIES_MAX {
             self.drop_entry();
         }
+        retired
     }
 
     /// Returns `false` only if the page was certainly not forgotten after `generation`.
@@ -105,53 +115,63 @@ impl Forgets {
         is_dropped || forget.max(table.dropped_below) > generation
     }
 
-    fn add_table(&mut self, peer: Peer, namespace: NamespaceId) {
-        if self.peers.get(&peer).is_some_and(|used| used.tables >= TABLES_OF_PEER_MAX) {
-            self.drop_table_of(peer);
-        } else if self.tables.len() >= TABLES_MAX
-            && let Some(peer) = self.largest_peer(|used| used.tables)
-        {
-            self.drop_table_of(peer);
-        }
+    fn add_table(&mut self, peer: Peer, namespace: NamespaceId) -> Option<Table> {
+        let is_peer_full = self.peers.get(&peer).is_some_and(|used| used.tables >= TABLES_OF_PEER_MAX);
+        let loser = match is_peer_full {
+            true => Some(peer),
+            false if self.tables.len() >= TABLES_MAX => self.peer_with_most_tables(),
+            false => None,
+        };
+        let retired = loser.and_then(|loser| self.take_table_of(loser));
         let table = Table { owner: peer, forgets: BTreeMap::new(), by_age: BTreeSet::new(), dropped_below: 0, last: 0 };
         self.tables.insert(namespace, table);
         self.peers.entry(peer).or_default().tables += 1;
+        retired
     }
 
     /// Drops the oldest entry of the largest table of the peer with most entries.
     fn drop_entry(&mut self) {
-        let Some(peer) = self.largest_peer(|used| used.entries) else { return };
-        let tables = self.tables.values_mut().filter(|table| table.owner == peer);
-        if let Some(table) = tables.max_by_key(|table| table.forgets.len())
-            && table.remove_oldest()
-        {
-            self.entries -= 1;
-            self.count(peer).entries -= 1;
+        let Some(&(_, peer)) = self.by_entries.last() else { return };
+        let largest = self.peers.get(&peer).and_then(|used| used.by_size.last());
+        let Some(&(size, namespace)) = largest else { return };
+        if self.tables.get_mut(&namespace).is_some_and(Table::remove_oldest) {
+            self.resize(peer, namespace, (size, size - 1));
         }
     }
 
-    /// Drops the table of a peer in which no client forgot for longest.
-    fn drop_table_of(&mut self, peer: Peer) {
+    /// Takes out the table of a peer in which no client forgot for longest.
+    fn take_table_of(&mut self, peer: Peer) -> Option<Table> {
         let tables = self.tables.iter().filter(|(_, table)| table.owner == peer);
-        let Some((&namespace, _)) = tables.min_by_key(|(_, table)| table.last) else { return };
-        let Some(table) = self.tables.remove(&namespace) else { return };
+        let (&namespace, _) = tables.min_by_key(|(_, table)| table.last)?;
+        let table = self.tables.remove(&namespace)?;
         let slot = self.slot_of(&namespace);
         self.dropped[slot] = self.dropped[slot].max(table.last);
-        self.entries -= table.forgets.len();
-        let used = self.count(peer);
-        used.entries -= table.forgets.len();
+        self.resize(peer, namespace, (table.forgets.len(), 0));
+        let used = self.peers.entry(peer).or_default();
         used.tables -= 1;
         if used.tables == 0 {
             self.peers.remove(&peer);
         }
+        Some(table)
     }
 
-    fn count(&mut self, peer: Peer) -> &mut PeerUse {
-        self.peers.entry(peer).or_default()
+    /// Counts the entries of a table of `peer` that had `before` of them, and has `after` now.
+    fn resize(&mut self, peer: Peer, namespace: NamespaceId, (before, after): (usize, usize)) {
+        self.entries = self.entries - before + after;
+        let used = self.peers.entry(peer).or_default();
+        self.by_entries.remove(&(used.entries, peer));
+        used.entries = used.entries - before + after;
+        if used.entries > 0 {
+            self.by_entries.insert((used.entries, peer));
+        }
+        used.by_size.remove(&(before, namespace));
+        if after > 0 {
+            used.by_size.insert((after, namespace));
+        }
     }
 
-    fn largest_peer(&self, size: impl Fn(&PeerUse) -> usize) -> Option<Peer> {
-        self.peers.iter().max_by_key(|(_, used)| size(used)).map(|(&peer, _)| peer)
+    fn peer_with_most_tables(&self) -> Option<Peer> {
+        self.peers.iter().max_by_key(|(_, used)| used.tables).map(|(&peer, _)| peer)
     }
 
     fn slot_of(&self, namespace: &NamespaceId) -> usize {
@@ -183,6 +203,26 @@ mod tests {
         PageId { namespace: NamespaceId(bytes), key: PageKey::chain(None, &[number]) }
     }
 
+    /// Records a forget, and returns the number of entries that went with a table.
+    fn record(forgets: &mut Forgets, peer: Peer, id: &PageId, next: u64) -> usize {
+        forgets.record(peer, id, next).map_or(0, |table| table.forgets.len())
+    }
+
+    /// Compares the indices with what they stand for.
+    fn check_indices(forgets: &Forgets) {
+        for (peer, used) in &forgets.peers {
+            let tables = || forgets.tables.iter().filter(|(_, table)| table.owner == *peer);
+            let by_size = tables().map(|(namespace, table)| (table.forgets.len(), *namespace));
+            assert_eq!(used.by_size, by_size.filter(|&(size, _)| size > 0).collect());
+            assert_eq!(used.tables, tables().count());
+            assert_eq!(used.entries, tables().map(|(_, table)| table.forgets.len()).sum::<usize>());
+        }
+        let by_entries = forgets.peers.iter().map(|(peer, used)| (used.entries, *peer));
+        assert_eq!(forgets.by_entries, by_entries.filter(|&(entries, _)| entries > 0).collect());
+        assert_eq!(forgets.peers.values().map(|used| used.entries).sum::<usize>(), forgets.entries);
+        assert!(forgets.tables.values().all(|table| table.forgets.len() == table.by_age.len()));
+    }
+
     fn peer(number: u8) -> Peer {
         Peer::Address(Ipv4Addr::new(10, 0, 0, number).into())
     }
@@ -195,11 +235,14 @@ mod tests {
     #[test]
     fn flood_of_a_peer_leaves_the_copies_of_others() {
         let mut forgets = Forgets::new(7);
-        (0..1000).for_each(|number| forgets.record(peer(1), &id(1, number), 10 + u64::from(number)));
-        for number in 0..3 * ENTRIES_MAX as u32 {
-            forgets.record(peer(2), &id(2 + (number % 5) as u16, number), 5_000 + u64::from(number));
+        for number in 0..1000 {
+            record(&mut forgets, peer(1), &id(1, number), 10 + u64::from(number));
         }
-        assert!(forgets.entries <= ENTRIES_MAX);
+        for number in 0..3 * ENTRIES_MAX as u32 {
+            record(&mut forgets, peer(2), &id(2 + (number % 5) as u16, number), 5_000 + u64::from(number));
+        }
+        assert_eq!(forgets.entries, ENTRIES_MAX);
+        check_indices(&forgets);
         assert_eq!(admitted(&forgets, 1, 1000, 5), 0, "forgets are not lost");
         assert_eq!(admitted(&forgets, 1, 2000, 5), 1000, "other pages of the namespace");
         assert_eq!(admitted(&forgets, 9, 1000, 5), 1000, "another namespace");
@@ -214,12 +257,12 @@ mod tests {
             let mut recorded = Vec::new();
             for number in 0..100_000_u32 {
                 let page = id((number % 300) as u16, number / 1000);
-                forgets.record(peer((number % peers) as u8), &page, u64::from(number) + 1);
+                record(&mut forgets, peer((number % peers) as u8), &page, u64::from(number) + 1);
                 recorded.push((page, u64::from(number)));
             }
             assert!(forgets.tables.len() <= TABLES_MAX);
             assert!(forgets.peers.values().all(|used| used.tables <= TABLES_OF_PEER_MAX));
-            assert_eq!(forgets.peers.values().map(|used| used.entries).sum::<usize>(), forgets.entries);
+            check_indices(&forgets);
             assert!(recorded.iter().all(|(page, older)| forgets.is_forgotten_since(page, *older)));
         }
     }
@@ -227,8 +270,22 @@ mod tests {
     #[test]
     fn namespaces_without_end_cost_only_few_others_their_copies() {
         let mut forgets = Forgets::new(7);
-        (0..1000).for_each(|namespace| forgets.record(peer(1), &id(namespace, 0), 10 + u64::from(namespace)));
+        for namespace in 0..1000 {
+            record(&mut forgets, peer(1), &id(namespace, 0), 10 + u64::from(namespace));
+        }
         let refused = (1000..2000).filter(|&namespace| forgets.is_forgotten_since(&id(namespace, 1), 5)).count();
         assert!(refused < 150, "{refused} of 1,000 namespaces");
+    }
+
+    #[test]
+    fn table_that_goes_returns_to_the_caller() {
+        let mut forgets = Forgets::new(7);
+        for number in 0..1000 {
+            assert_eq!(record(&mut forgets, peer(1), &id(1, number), 10), 0);
+        }
+        let namespaces = 2..1 + TABLES_OF_PEER_MAX as u16;
+        assert!(namespaces.clone().all(|namespace| record(&mut forgets, peer(1), &id(namespace, 0), 11) == 0));
+        assert_eq!(record(&mut forgets, peer(1), &id(namespaces.end, 0), 12), 1000);
+        assert!(forgets.is_forgotten_since(&id(1, 1), 9));
     }
 }

@@ -10,7 +10,8 @@
 //! - The table knows no forget of earlier runs. Clients therefore state a generation only in the
 //!   run in which they read it.
 
-use super::forgets::Forgets;
+use super::FORGETS_AT_ONCE;
+use super::forgets::{Forgets, Table};
 use crate::places::Peer;
 use larder_format::PageId;
 
@@ -48,13 +49,13 @@ impl Generations {
         self.end = self.end.max(end);
     }
 
-    /// Records that these pages are forgotten now, by a client of `peer`. Puts from here on are
-    /// newer.
-    pub(super) fn record_forget(&mut self, peer: Peer, ids: &[PageId]) {
+    /// Records that these pages are forgotten now, by a client of `peer`, at most
+    /// [`FORGETS_AT_ONCE`]. Puts from here on are newer. To free what it returns may take long.
+    #[must_use]
+    pub(super) fn record_forget(&mut self, peer: Peer, ids: &[PageId]) -> Vec<Table> {
+        assert!(ids.len() <= FORGETS_AT_ONCE, "{} forgets under one lock", ids.len());
         // The number of the next put: greater than those of all earlier puts, and of no later one.
-        for id in ids {
-            self.forgets.record(peer, id, self.next);
-        }
+        ids.iter().filter_map(|id| self.forgets.record(peer, id, self.next)).collect()
     }
 
     /// Returns `true` unless the node can prove that the page was not forgotten after `generation`.
@@ -79,7 +80,7 @@ mod tests {
         let mut generations = Generations::new(100, 200, 7);
         let before = generations.next().unwrap();
         assert!(!generations.is_forgotten_since(&id(1), before));
-        generations.record_forget(Peer::Local, &[id(1), id(2)]);
+        assert!(generations.record_forget(Peer::Local, &[id(1), id(2)]).is_empty());
         let after = generations.next().unwrap();
         assert!(generations.is_forgotten_since(&id(1), before) && generations.is_forgotten_since(&id(2), before));
         assert!(!generations.is_forgotten_since(&id(1), after), "put after the forget");
