@@ -3,7 +3,7 @@
 use crate::http_args::{ApiArgs, HttpArgs};
 use crate::model_args::ModelArgs;
 use crate::output::say;
-use crate::signals;
+use crate::signals::StopSignals;
 use crate::sizes;
 use crate::tiers::{self, TierArgs};
 use anyhow::{Context, Result};
@@ -192,7 +192,9 @@ pub async fn store(args: StoreArgs) -> Result<()> {
     };
     args.tiers.apply(&mut options);
     args.http.apply(&mut options.http);
-    let node = Node::start(options).await.context("the store node cannot start")?;
+    let mut stop = StopSignals::listen()?;
+    let Some(started) = stop.unless_received(Node::start(options)).await else { return Ok(()) };
+    let node = started.context("the store node cannot start")?;
     say!("store node {} at larder://{}/", node.node_id(), node.addr());
     if let Some(addr) = node.admin_addr() {
         say!("metrics at http://{addr}/metrics, status at http://{addr}/status");
@@ -200,7 +202,7 @@ pub async fn store(args: StoreArgs) -> Result<()> {
     if let Some(addr) = node.redis_addr() {
         say!("Redis protocol at redis://{addr}");
     }
-    signals::stop_requested().await?;
+    stop.received().await;
     node.shutdown().await;
     Ok(())
 }
@@ -223,10 +225,12 @@ pub async fn engine(role: Role, args: EngineArgs) -> Result<()> {
     options.chunk_tokens = args.chunk_tokens;
     options.max_batch = args.max_batch;
     args.http.apply(&mut options.http);
-    let engine = Engine::start(options).await.with_context(|| format!("the {role} engine cannot start"))?;
+    let mut stop = StopSignals::listen()?;
+    let Some(started) = stop.unless_received(Engine::start(options)).await else { return Ok(()) };
+    let engine = started.with_context(|| format!("the {role} engine cannot start"))?;
     say!("{role} engine of {} at http://{}", engine.info().model, engine.addr());
     say!("context {}", shape.context_text(engine.info().max_context));
-    signals::stop_requested().await?;
+    stop.received().await;
     engine.shutdown().await;
     Ok(())
 }
@@ -239,9 +243,11 @@ pub async fn router(args: RouterArgs) -> Result<()> {
     args.api.apply(&mut options);
     args.http.apply(&mut options.http);
     args.http.apply_common(&mut options.admin_http);
-    let router = Router::start(options).await.context("the router cannot start")?;
+    let mut stop = StopSignals::listen()?;
+    let Some(started) = stop.unless_received(Router::start(options)).await else { return Ok(()) };
+    let router = started.context("the router cannot start")?;
     say!("OpenAI API at http://{}/v1, admin API at http://{}", router.addr(), router.admin_addr());
-    signals::stop_requested().await?;
+    stop.received().await;
     router.shutdown().await;
     Ok(())
 }

@@ -1,13 +1,32 @@
 //! Signals that stop a process.
 
-use tokio::signal::unix::{SignalKind, signal};
+use std::io;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
-pub async fn stop_requested() -> std::io::Result<()> {
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
-    tokio::select! {
-        _ = interrupt.recv() => {}
-        _ = terminate.recv() => {}
+/// SIGINT and SIGTERM. They are kept from the creation of this value on. Before it they kill the
+/// process, so a server creates it before its first client can connect.
+pub struct StopSignals {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl StopSignals {
+    pub fn listen() -> io::Result<StopSignals> {
+        Ok(StopSignals { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
     }
-    Ok(())
+
+    pub async fn received(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
+    }
+
+    /// Runs `work` until its end. Drops it and returns `None` if a signal arrives earlier.
+    pub async fn unless_received<T>(&mut self, work: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            done = work => Some(done),
+            () = self.received() => None,
+        }
+    }
 }

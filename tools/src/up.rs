@@ -3,14 +3,15 @@
 //! The parts talk to each other exactly as they would across machines: over the data port and HTTP,
 //! by URL.
 
+use crate::bundled;
 use crate::http_args::{ApiArgs, HttpArgs};
 use crate::model_args::ModelArgs;
 use crate::output::say;
+use crate::signals::StopSignals;
 use crate::sizes::{ModelShape, Sizes};
 use crate::tiers::TierArgs;
 use crate::verify::NODE_DIR_PREFIX;
-use crate::{bundled, signals};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use bytesize::ByteSize;
 use clap::Parser;
 use larder_client::{DEFAULT_CONNECTIONS, StoreUrl, Transport};
@@ -173,10 +174,9 @@ impl LocalCluster {
 pub async fn run(args: Args) -> Result<()> {
     let begin = Instant::now();
     let mut cluster = LocalCluster::default();
-    let started = tokio::select! {
-        started = start(&args, &mut cluster) => started,
-        stopped = signals::stop_requested() => stopped.map_err(Into::into).and_then(|()| bail!("stopped before the start was complete")),
-    };
+    let mut stop = StopSignals::listen()?;
+    let started = stop.unless_received(start(&args, &mut cluster)).await;
+    let started = started.unwrap_or_else(|| Err(anyhow!("stopped before the start was complete")));
     match started {
         Ok(model) => print_addresses(&args, &cluster, &model, begin.elapsed()),
         Err(error) => {
@@ -184,7 +184,7 @@ pub async fn run(args: Args) -> Result<()> {
             return Err(error);
         }
     }
-    signals::stop_requested().await?;
+    stop.received().await;
     eprintln!("stopping");
     cluster.shutdown().await;
     Ok(())

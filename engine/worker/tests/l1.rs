@@ -109,7 +109,11 @@ async fn forget_waits_for_puts_in_flight() {
         store.clear();
     };
     tokio::join!(prefill(&prefiller, &tokens, CacheMode::All), forgetting);
-    tokio::time::sleep(Duration::from_secs(1)).await;
+    let patience = Instant::now() + Duration::from_secs(60);
+    while store.puts_open() > 0 {
+        assert!(Instant::now() < patience, "the engine ends its puts");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
     assert_eq!(store.len(), 0);
     let late = ForgetRequest { tokens: tokens.clone(), hold_ms: HOLD_MS + 1, deadline_ms: 1 };
     let refused = post(&prefiller, "/v1/forget", &late).await;

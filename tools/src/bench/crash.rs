@@ -22,8 +22,8 @@ mod pages;
 mod workload;
 
 use crate::output::say;
-use crate::signals;
-use anyhow::{Context, Result, bail, ensure};
+use crate::signals::StopSignals;
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::Parser;
 use comfy_table::{Table, presets};
 use counters::{Counters, CrashReport, increment};
@@ -73,10 +73,8 @@ pub async fn run(args: Args) -> Result<()> {
     let counters = Arc::new(Counters::default());
     let dir = tempfile::Builder::new().prefix("larder-crash-").tempdir_in(&args.dir);
     let dir = dir.with_context(|| args.dir.display().to_string())?;
-    let ended = tokio::select! {
-        ended = rounds(&args, seed, dir.path(), &counters) => ended,
-        stopped = signals::stop_requested() => stopped.map_err(Into::into).and_then(|()| bail!("interrupted")),
-    };
+    let ended = StopSignals::listen()?.unless_received(rounds(&args, seed, dir.path(), &counters)).await;
+    let ended = ended.unwrap_or_else(|| Err(anyhow!("interrupted")));
     let report = counters.report();
     print(&args, seed, &report)?;
     let result = ended.and_then(|()| {

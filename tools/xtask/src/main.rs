@@ -3,6 +3,7 @@
 //! `cargo xtask ci` runs what CI runs, in the same order. `.ci/run` installs the tools that the
 //! steps need and calls it. CONTRIBUTING.md explains the commands.
 
+mod busy;
 mod comments;
 mod dependencies;
 mod generated;

@@ -1,8 +1,9 @@
 //! Runs steps one after the other, with a heading and the time of each.
 
 use anyhow::{Context, Result, bail, ensure};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 #[derive(Debug, Clone, Copy)]
@@ -54,14 +55,18 @@ impl Runner {
 
     /// Runs cargo like [`Runner::cargo`], with variables in its environment.
     pub fn cargo_with(&self, variables: &[(&str, &str)], arguments: &[&str]) -> Result<()> {
+        execute(self.cargo_command(arguments).envs(variables.iter().copied()))
+    }
+
+    pub fn cargo_command(&self, arguments: &[&str]) -> Command {
         let mut command = self.command(&std::env::var_os("CARGO").map_or("cargo".into(), PathBuf::from));
         let split = arguments.iter().position(|argument| *argument == "--").unwrap_or(arguments.len());
         command.args(&arguments[..split]);
         if matches!(arguments.first(), Some(&("build" | "test" | "run" | "clippy"))) {
             command.arg(format!("-j{}", self.jobs));
         }
-        command.args(&arguments[split..]).envs(variables.iter().copied());
-        execute(&mut command)
+        command.args(&arguments[split..]);
+        command
     }
 
     /// Builds `larder` and returns its path. `--workspace` selects the features of
@@ -73,6 +78,13 @@ impl Runner {
 
     pub fn program(&self, program: &str, arguments: &[&str]) -> Result<()> {
         execute(self.command(&self.root.join(program)).args(arguments))
+    }
+
+    /// Builds the wheel of larder-kv and runs its tests.
+    pub fn python_tests(&self) -> Command {
+        let mut command = self.command(&self.root.join("tools/python/check"));
+        command.arg(self.tools());
+        command
     }
 
     pub fn command(&self, program: &Path) -> Command {
@@ -123,6 +135,22 @@ pub fn execute(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
+/// Runs a command whose failure is a result. Returns `true` if it succeeded, and its output, which
+/// is shown as well.
+pub fn capture(command: &mut Command) -> Result<(bool, String)> {
+    let text = format!("{command:?}").replace('"', "");
+    println!("$ {text}");
+    let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| format!("run {text}"))?;
+    let mut output = String::new();
+    for line in BufReader::new(child.stdout.take().context("no pipe")?).split(b'\n') {
+        let line = String::from_utf8_lossy(&line?).into_owned();
+        println!("{line}");
+        output.push_str(&line);
+        output.push('\n');
+    }
+    Ok((child.wait()?.success(), output))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -158,6 +186,12 @@ mod tests {
         let step = |name, run| Step { name, title: "", run };
         let steps = [step("a", fails as fn(&Runner) -> Result<()>), step("b", passes)];
         assert!(runner().run_steps(&steps, &[], true).is_err());
+    }
+
+    #[test]
+    fn captured_command_returns_its_output_and_its_failure() {
+        let (is_success, output) = capture(Command::new("sh").args(["-c", "echo a; echo b; exit 3"])).unwrap();
+        assert_eq!((is_success, output.as_str()), (false, "a\nb\n"));
     }
 
     #[test]

@@ -2,10 +2,8 @@
 
 use crate::runner::{Runner, Step, execute};
 use crate::source::read_tree;
-use crate::{dependencies, generated, prose, tidy};
-use anyhow::{Context, Result, ensure};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
+use crate::{busy, dependencies, generated, prose, tidy};
+use anyhow::{Result, ensure};
 
 /// Test of larder-sim that activates one fail point after the other. It needs the feature
 /// `fail-points`, so it is built and run on its own.
@@ -17,16 +15,6 @@ const NIGHTLY_SIMULATION_MINUTES: &str = "60";
 const NIGHTLY_SCHEDULES: &str = "100000";
 /// No large seed starts after this time. One takes some minutes.
 const NIGHTLY_LARGE_MINUTES: &str = "15";
-/// Threads that compute beside the tests, so that each test gets less than half a processor of two.
-const BUSY_LOOPS: usize = 3;
-const BUSY_PASSES: usize = 10;
-/// Tests of larder-sim that are left out beside busy loops: a simulation has its own clock, so
-/// other work cannot change its result.
-const SIMULATIONS: [&str; 3] = [
-    "log_keeps_its_promises_over_five_million_operations",
-    "node_keeps_its_promises_and_bounds",
-    "clients_and_nodes_keep_their_promises_over_faulty_networks",
-];
 /// Enough puts to reach every key of a large log.
 const LARGE_OPERATIONS: &str = "4000000";
 
@@ -66,7 +54,7 @@ pub const LINT: &[Step] = &[FMT, TIDY, TYPOS, DENY, CLIPPY];
 pub const NIGHTLY: &[Step] = &[
     Step { name: "advisories", title: "security advisories of dependencies", run: advisories },
     Step { name: "ignored", title: "tests that are marked #[ignore]", run: ignored },
-    Step { name: "busy", title: "ten passes of the tests beside three busy loops", run: busy },
+    Step { name: "busy", title: "ten passes of the tests beside three busy loops", run: busy::run },
     Step { name: "fail-points", title: "the simulation finds every fail point", run: fail_points },
     Step { name: "threads", title: "many more schedules of the thread models", run: nightly_threads },
     Step { name: "tsan", title: "ThreadSanitizer over the tests of node and client", run: tsan },
@@ -159,31 +147,6 @@ fn ignored(runner: &Runner) -> Result<()> {
     runner.cargo(&["test", "--release", "--workspace", "--", "--ignored"])
 }
 
-/// Runs the tests again and again on a machine that is busy with other work.
-fn busy(runner: &Runner) -> Result<()> {
-    let all = ["test", "--release", "--workspace"];
-    runner.cargo(&[&all, &["--no-run"][..]].concat())?;
-    let skipped = SIMULATIONS.iter().flat_map(|test| ["--skip", test]);
-    let arguments: Vec<&str> = all.into_iter().chain(["--quiet", "--"]).chain(skipped).collect();
-    let is_over = AtomicBool::new(false);
-    thread::scope(|scope| {
-        for _ in 0..BUSY_LOOPS {
-            scope.spawn(|| {
-                while !is_over.load(Ordering::Relaxed) {
-                    std::hint::spin_loop();
-                }
-            });
-        }
-        let result = (1..=BUSY_PASSES).try_for_each(|pass| {
-            runner.cargo(&arguments).with_context(|| format!("pass {pass} of {BUSY_PASSES}"))?;
-            println!("pass {pass} of {BUSY_PASSES}: no test failed");
-            Ok(())
-        });
-        is_over.store(true, Ordering::Relaxed);
-        result
-    })
-}
-
 fn fail_points(runner: &Runner) -> Result<()> {
     let features = ["--features", "fail-points", "--test", FAIL_POINT_TEST];
     runner.cargo(&[&["test", "--release", "-p", "larder-sim"], features.as_slice()].concat())
@@ -221,7 +184,7 @@ fn smoke(runner: &Runner) -> Result<()> {
 }
 
 fn python(runner: &Runner) -> Result<()> {
-    execute(runner.command(&runner.root().join("tools/python/check")).arg(runner.tools()))
+    execute(&mut runner.python_tests())
 }
 
 fn deploy(runner: &Runner) -> Result<()> {
@@ -313,15 +276,6 @@ mod tests {
     #[test]
     fn lint_is_part_of_ci() {
         assert!(LINT.iter().all(|step| CI.iter().any(|ci| ci.name == step.name)));
-    }
-
-    #[test]
-    fn tests_left_out_beside_busy_loops_exist() {
-        let path = workspace_root().join("tests/sim/tests/simulation.rs");
-        let source = std::fs::read_to_string(path).unwrap();
-        for name in SIMULATIONS {
-            assert!(source.contains(&format!("fn {name}()")), "{name}");
-        }
     }
 
     #[test]

@@ -92,6 +92,7 @@ struct Inner {
     lookup_delay: Duration,
     follow_calls: usize,
     puts_begun: Vec<PageKey>,
+    puts_open: usize,
     /// Reported ends of generations: named pages that the store has, and generated tokens.
     generations_ended: Vec<(usize, u32)>,
 }
@@ -178,6 +179,11 @@ impl MemoryStore {
 
     pub fn puts_begun(&self) -> usize {
         self.inner.lock().puts_begun.len()
+    }
+
+    /// Number of puts that have neither ended nor been dropped.
+    pub fn puts_open(&self) -> usize {
+        self.inner.lock().puts_open
     }
 
     pub fn follow_calls(&self) -> usize {
@@ -287,6 +293,7 @@ impl PageStore for Attached {
     fn put(&self, page: NewPage, source: PutSource, _deadline: Instant) -> Box<dyn OpenPut> {
         let mut inner = self.0.inner.lock();
         inner.puts_begun.push(page.key);
+        inner.puts_open += 1;
         let origin = match source {
             PutSource::Computed => Some(inner.origin(inner.generation)),
             PutSource::Copy { origin } => origin,
@@ -315,6 +322,12 @@ impl PageStore for Attached {
 
     fn nodes_connected(&self) -> usize {
         usize::from(!self.0.inner.lock().down)
+    }
+}
+
+impl Drop for MemoryPut {
+    fn drop(&mut self) {
+        self.store.inner.lock().puts_open -= 1;
     }
 }
 
