@@ -18,13 +18,14 @@ use crate::RouterState;
 use crate::engines::{ENGINES_MAX, RemoteEngine};
 use crate::models::{MODELS_BYTES_MAX, MODELS_MAX, ModelKey, ServedModel, unix_seconds};
 use crate::templates::ChatRenderer;
-use crate::turns::{Turns, host_of};
+use crate::turns::{Candidate, Turns, host_of};
 use larder_client::Member;
 use larder_format::codec::is_printable;
 use larder_model::Tokenizer;
 use larder_runtime::LogLimit;
 use larder_worker::api::{EngineInfo, is_engine_url};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
@@ -59,14 +60,49 @@ const SILENT_MAX: Duration = Duration::from_secs(1);
 const PROBES_MAX: usize = 64;
 /// Share of [`PROBES_MAX`] for the engines of one host.
 const PROBES_PER_HOST: usize = PROBES_MAX / 4;
+/// Part of [`PROBES_MAX`] for engines that were confirmed within [`CONFIRMED_TIME`].
+const PROBES_RESERVED: usize = PROBES_MAX / 4;
+/// Time for which a confirmed engine that leaves is known. Longer than a restart takes.
+const CONFIRMED_TIME: Duration = Duration::from_secs(600);
+/// Maximum number of engines that are known. The oldest make room.
+const CONFIRMED_MAX: usize = 4 * ENGINES_MAX;
 
 /// Result of fetching a model from the engine of this name.
 type Loaded = (String, ModelKey, Result<ServedModel, String>);
+
+/// Descriptions of engines that were confirmed lately, with the last time. A stranger that
+/// registers the same description cannot delay the engine: of two alike, only one is tried.
+#[derive(Default)]
+struct ConfirmedEngines {
+    /// Random for each process, so that no one can make two descriptions collide.
+    hasher: RandomState,
+    at: HashMap<u64, Instant>,
+}
+
+impl ConfirmedEngines {
+    fn record(&mut self, info: &EngineInfo, now: Instant) {
+        self.at.insert(self.key(info), now);
+        if self.at.len() > CONFIRMED_MAX
+            && let Some(oldest) = self.at.iter().min_by_key(|(_, at)| **at).map(|(key, _)| *key)
+        {
+            self.at.remove(&oldest);
+        }
+    }
+
+    fn has(&self, info: &EngineInfo, now: Instant) -> bool {
+        self.at.get(&self.key(info)).is_some_and(|at| now.duration_since(*at) < CONFIRMED_TIME)
+    }
+
+    fn key(&self, info: &EngineInfo) -> u64 {
+        self.hasher.hash_one(serde_json::to_string(info).unwrap_or_default())
+    }
+}
 
 struct Discovery {
     router: Arc<RouterState>,
     probes: JoinSet<(String, Result<EngineInfo, String>)>,
     probe_turns: Turns,
+    confirmed: ConfirmedEngines,
     loads: JoinSet<Loaded>,
     loading: HashSet<ModelKey>,
     load_turns: Turns,
@@ -85,7 +121,8 @@ pub(crate) async fn run(router: Arc<RouterState>, stop: CancellationToken) {
     let mut discovery = Discovery {
         router: router.clone(),
         probes: JoinSet::new(),
-        probe_turns: Turns::new(PROBES_MAX, PROBES_PER_HOST),
+        probe_turns: Turns::new(PROBES_MAX, PROBES_PER_HOST).with_reserved(PROBES_RESERVED),
+        confirmed: ConfirmedEngines::default(),
         loads: JoinSet::new(),
         loading: HashSet::new(),
         load_turns: Turns::new(LOADS_MAX, LOADS_PER_HOST),
@@ -136,6 +173,8 @@ impl Discovery {
         self.silent.clear();
         self.named = named_engines(members, &self.invalid_lines);
         self.drop_replaced();
+        let now = Instant::now();
+        self.router.engines.list().iter().for_each(|engine| self.confirmed.record(&engine.info, now));
         self.check_unnamed().await;
         // Bounds the maps. An engine that leaves and returns starts without a backoff.
         self.probe_turns.retain(|name| self.named.contains_key(name));
@@ -236,8 +275,12 @@ impl Discovery {
     fn begin_probes(&mut self) {
         let engines = &self.router.engines;
         let missing = self.named.iter().filter(|(name, _)| engines.get(name).is_none() && !engines.is_expelled(name));
-        let candidates = missing.map(|(name, info)| (name.as_str(), info.url.as_str()));
-        for name in self.probe_turns.begin(candidates, PROBES_MAX, Instant::now()) {
+        let now = Instant::now();
+        let candidates = missing.map(|(name, info)| {
+            let is_known = self.confirmed.has(info, now);
+            Candidate { name, url: &info.url, is_known }
+        });
+        for name in self.probe_turns.begin(candidates, PROBES_MAX, now) {
             let Some(url) = self.named.get(&name).map(|info| info.url.clone()) else { continue };
             let client = self.router.engine_client.clone();
             self.probes.spawn(async move {

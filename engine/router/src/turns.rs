@@ -9,6 +9,8 @@
 //!   for each name known when its wait began. So neither engines that hang nor ever new names
 //!   keep others out.
 //! - The engines of one host have at most their share of the slots.
+//! - Engines that were confirmed lately go first, and have slots that others cannot take. A
+//!   stranger may name silent ports of their host, and cannot confirm them.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -18,6 +20,27 @@ use tokio::time::Instant;
 /// down costs few attempts and a quick restart is noticed soon.
 const BACKOFF_MIN: Duration = Duration::from_millis(250);
 const BACKOFF_MAX: Duration = Duration::from_secs(5);
+
+/// Engine to try.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Candidate<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) url: &'a str,
+    /// It was confirmed lately, with the same description.
+    pub(crate) is_known: bool,
+}
+
+impl<'a> From<(&'a str, &'a str)> for Candidate<'a> {
+    fn from((name, url): (&'a str, &'a str)) -> Self {
+        Candidate { name, url, is_known: false }
+    }
+}
+
+/// Attempt that is running.
+struct Attempt {
+    host: String,
+    is_known: bool,
+}
 
 /// Last failure of a name.
 struct Failure {
@@ -47,14 +70,21 @@ impl Waiting {
 pub(crate) struct Turns {
     slots: usize,
     slots_per_host: usize,
+    /// Slots that only known engines take.
+    reserved: usize,
     waiting: HashMap<String, Waiting>,
-    /// Hosts of the attempts that are running, by name.
-    running: HashMap<String, String>,
+    /// By name.
+    running: HashMap<String, Attempt>,
 }
 
 impl Turns {
     pub(crate) fn new(slots: usize, slots_per_host: usize) -> Self {
-        Self { slots, slots_per_host, waiting: HashMap::new(), running: HashMap::new() }
+        Self { slots, slots_per_host, reserved: 0, waiting: HashMap::new(), running: HashMap::new() }
+    }
+
+    /// Leaves the last slots to known engines.
+    pub(crate) fn with_reserved(self, reserved: usize) -> Self {
+        Self { reserved, ..self }
     }
 
     /// Forgets the names that `is_known` rejects. A running attempt keeps its slot.
@@ -62,32 +92,36 @@ impl Turns {
         self.waiting.retain(|name, _| is_known(name));
     }
 
-    /// Takes slots for at most `most` candidates whose turn it is, in that order. A candidate is
-    /// the name and the URL of an engine. Each name returned needs a later [`Turns::ended`].
+    /// Takes slots for at most `most` candidates whose turn it is, in that order. Each name
+    /// returned needs a later [`Turns::ended`].
     pub(crate) fn begin<'a>(
         &mut self,
-        candidates: impl IntoIterator<Item = (&'a str, &'a str)>,
+        candidates: impl IntoIterator<Item = impl Into<Candidate<'a>>>,
         most: usize,
         now: Instant,
     ) -> Vec<String> {
         let mut due = Vec::new();
-        for (name, url) in candidates {
+        for candidate in candidates {
+            let Candidate { name, url, is_known } = candidate.into();
             let waiting = self.entry(name, now);
             let (since, is_due) = (waiting.since(), waiting.is_due(now));
             if is_due && !self.running.contains_key(name) {
-                due.push((since, name, url));
+                due.push((!is_known, since, name, url));
             }
         }
         // The name decides last: a hostile member chooses it.
         due.sort();
         let mut begun = Vec::new();
-        for (_, name, url) in due {
-            if self.running.len() >= self.slots || begun.len() >= most {
+        for (is_unknown, _, name, url) in due {
+            let slots = if is_unknown { self.slots - self.reserved } else { self.slots };
+            // Known engines came first, so none is left.
+            if self.running.len() >= slots || begun.len() >= most {
                 break;
             }
-            let host = host_of(url);
-            if self.running.values().filter(|running| **running == host).count() < self.slots_per_host {
-                self.running.insert(name.to_string(), host);
+            let attempt = Attempt { host: host_of(url), is_known: !is_unknown };
+            let is_alike = |other: &&Attempt| other.host == attempt.host && other.is_known == attempt.is_known;
+            if self.running.values().filter(is_alike).count() < self.slots_per_host {
+                self.running.insert(name.to_string(), attempt);
                 begun.push(name.to_string());
             }
         }
@@ -209,6 +243,22 @@ mod tests {
         // The name that succeeded is a new one, and comes after all others.
         let later = now + Duration::from_secs(1);
         assert_eq!(turns.begin(candidates(), usize::MAX, later), ["zz"]);
+    }
+
+    #[test]
+    fn known_engine_waits_for_no_silent_ports_of_its_host_or_of_others() {
+        let mut turns = Turns::new(4, 2).with_reserved(1);
+        let now = Instant::now();
+        let silent = ["a", "b", "c"].map(|name| Candidate::from((name, "http://10.0.0.1:1")));
+        assert_eq!(turns.begin(silent, usize::MAX, now), ["a", "b"]);
+        let others = [Candidate::from(("d", "http://10.0.0.2:1")), Candidate::from(("e", "http://10.0.0.3:1"))];
+        assert_eq!(turns.begin(others, usize::MAX, now), ["d"], "the last slot is reserved");
+        let known = Candidate { name: "z", url: "http://10.0.0.1:9", is_known: true };
+        assert_eq!(turns.begin(silent.into_iter().chain(others).chain([known]), usize::MAX, now), ["z"]);
+        turns.ended("d", false, now);
+        assert_eq!(turns.begin(others, usize::MAX, now + Duration::from_millis(1)).len(), 0, "it may return");
+        turns.ended("z", true, now);
+        assert_eq!(turns.begin(others, usize::MAX, now + Duration::from_millis(1)), ["e"]);
     }
 
     #[test]
