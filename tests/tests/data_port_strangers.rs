@@ -6,7 +6,9 @@
 
 use larder_client::{Client, ClientOptions, Member, NewPage, PutOptions, PutOutcome};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
-use larder_tests::{PATIENCE, Process, RawConnection, data_dir, eventually, is_flushed, unused_address, wait_for_node};
+use larder_tests::{
+    PATIENCE, Process, RawConnection, data_dir, eventually, hello, is_flushed, unused_address, wait_for_node,
+};
 use larder_wire::{HEADER_BYTES, MAX_BODY_BYTES, Request, Response};
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
@@ -112,6 +114,19 @@ async fn connection_before_its_handshake_costs_at_most_16_kib() {
     println!("{added} bytes per connection");
     assert!(added <= 16 << 10, "{added} bytes per connection");
     drop((warm, connections));
+}
+
+#[tokio::test]
+async fn handshake_may_take_as_long_as_its_option_says() {
+    let (_node, patient) = start(&["--handshake-timeout", "60"]);
+    let (_other, hasty) = start(&["--handshake-timeout", "1"]);
+    let mut late = RawConnection::open(patient).await.unwrap();
+    let mut closed = RawConnection::open(hasty).await.unwrap();
+    // More than the default.
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    let hello = hello(Some(namespace("late")));
+    assert!(matches!(late.request(&hello).await.unwrap(), Response::Hello { .. }));
+    assert!(closed.request(&hello).await.is_err(), "the node closed it long ago");
 }
 
 #[tokio::test]

@@ -65,6 +65,13 @@ pub struct TierArgs {
     /// seconds, at least 10. Clients of Larder send a request every 2 s
     #[arg(long, default_value_t = 60, value_name = "SECONDS")]
     idle_timeout: u64,
+    /// Maximum time from a connection to the end of its first message, in seconds, from 1 to 60
+    #[arg(long, default_value_t = 5, value_name = "SECONDS")]
+    handshake_timeout: u64,
+    /// Maximum time without a byte while a client sends or receives a message, and maximum time of
+    /// a request's header and of its body, in seconds, from 30 to 600
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    stall_timeout: u64,
 }
 
 impl TierArgs {
@@ -83,6 +90,8 @@ impl TierArgs {
         options.connections_max = self.max_connections;
         options.connections_per_peer_max = self.max_connections_per_peer;
         options.idle_timeout = Duration::from_secs(self.idle_timeout);
+        options.handshake_timeout = Duration::from_secs(self.handshake_timeout);
+        options.stall_timeout = Duration::from_secs(self.stall_timeout);
         for quota in &self.quota {
             match quota {
                 Quota::Default(bytes) => options.quota_default = Some(*bytes),

@@ -81,10 +81,6 @@ use tokio_util::task::AbortOnDropHandle;
 const KEEPALIVE_TIME: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_RETRIES: u32 = 3;
-/// Maximum time until the first message. A connection without a handshake has no tenant to charge.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time without a byte while a frame is sent or received.
-pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum time to send queued answers after the client closed its sending side.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -131,7 +127,7 @@ impl Connection {
         let peer = self.peer.clone();
         let node = self.node.clone();
         // Aborted on drop: a connection that is cancelled must not leave its writer behind.
-        let mut writer = AbortOnDropHandle::new(tokio::spawn(writer.send_all(queue, STALL_TIMEOUT)));
+        let mut writer = AbortOnDropHandle::new(tokio::spawn(writer.send_all(queue, node.stall_timeout())));
         if self.namespace.is_some() {
             self.outbox.open_window(self.node.store.options().connection_read_window_bytes(self.page_bytes()));
         }
@@ -208,7 +204,7 @@ pub(crate) async fn serve_local(node: Arc<NodeState>, stream: UnixStream, arena:
         let session = ArenaSession::start(&stream, arena.file.as_fd(), arena.bytes).await?;
         io::Result::Ok((session, PeerMemoryFile::receive(&stream).await?))
     };
-    let (session, peer_memory) = match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake).await {
+    let (session, peer_memory) = match tokio::time::timeout(node.handshake_timeout(), handshake).await {
         Ok(Ok(started)) => started,
         Ok(Err(error)) => {
             return tracing::warn!(%error, "shared memory refused to a local process; it can connect over TCP");

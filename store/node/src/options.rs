@@ -112,6 +112,13 @@ pub struct NodeOptions {
     /// Time without a request after which a connection with nothing in flight is closed. Default:
     /// 60 s. At least 10 s: clients of Larder send a request every 2 s.
     pub idle_timeout: Duration,
+    /// Maximum time from a connection over TCP or a local socket to the end of its first message.
+    /// Default: 5 s. From 1 s to 60 s.
+    pub handshake_timeout: Duration,
+    /// Maximum time without a byte while a client sends or receives a frame, a reply or a value,
+    /// and maximum time of a header and of a body. Default: 30 s, in which the longest body arrives
+    /// at 64 KB/s. At most 600 s.
+    pub stall_timeout: Duration,
     /// Maximum time that a TCP connection polls for the next request before its thread sleeps. It
     /// polls only while requests arrive that fast and no other thread needs the processor. Default:
     /// 200 µs, which is one round trip between two sleeping peers. Zero disables polling.
@@ -158,6 +165,8 @@ impl Default for NodeOptions {
             connections_max: 1024,
             connections_per_peer_max: None,
             idle_timeout: Duration::from_secs(60),
+            handshake_timeout: Duration::from_secs(5),
+            stall_timeout: STALL_TIMEOUT_MIN,
             busy_poll: larder_wire::DEFAULT_BUSY_POLL,
             seed: None,
             protocol_max: larder_wire::PROTOCOL_VERSION,
@@ -191,6 +200,13 @@ pub const CONNECTIONS_MAX: usize = 1 << 20;
 /// Minimum of [`NodeOptions::idle_timeout`]. A client whose probe was lost has time for another
 /// one.
 pub const IDLE_TIMEOUT_MIN: Duration = Duration::from_secs(10);
+const HANDSHAKE_TIMEOUT_MIN: Duration = Duration::from_secs(1);
+const HANDSHAKE_TIMEOUT_MAX: Duration = Duration::from_secs(60);
+/// Minimum of [`NodeOptions::stall_timeout`]. At the rate that requests are promised to pass at
+/// (64 KB/s), the longest body arrives well within it.
+pub const STALL_TIMEOUT_MIN: Duration = Duration::from_secs(30);
+const _: () = assert!(larder_wire::MAX_BODY_BYTES as u64 / 64_000 <= STALL_TIMEOUT_MIN.as_secs() * 3 / 5);
+const STALL_TIMEOUT_MAX: Duration = Duration::from_secs(600);
 /// Minimum of [`NodeOptions::pin_time_max`]. A node looks for expired pins once a second.
 pub const PIN_TIME_MIN: Duration = Duration::from_secs(1);
 /// Maximum number of L3 devices. Each has its own executor thread.
@@ -221,6 +237,14 @@ impl NodeOptions {
         if self.idle_timeout < IDLE_TIMEOUT_MIN {
             let given = self.idle_timeout.as_secs();
             return Err(format!("--idle-timeout is {given} s; the minimum is {} s", IDLE_TIMEOUT_MIN.as_secs()));
+        }
+        let bounds = [
+            ("--handshake-timeout", self.handshake_timeout, HANDSHAKE_TIMEOUT_MIN..=HANDSHAKE_TIMEOUT_MAX),
+            ("--stall-timeout", self.stall_timeout, STALL_TIMEOUT_MIN..=STALL_TIMEOUT_MAX),
+        ];
+        if let Some((name, given, range)) = bounds.iter().find(|(_, given, range)| !range.contains(given)) {
+            let (given, min, max) = (given.as_secs(), range.start().as_secs(), range.end().as_secs());
+            return Err(format!("{name} is {given} s; it must be from {min} s to {max} s"));
         }
         if !(PIN_TIME_MIN..=Duration::from_millis(MAX_PIN_MS)).contains(&self.pin_time_max) {
             let given = self.pin_time_max.as_secs();
@@ -372,6 +396,11 @@ mod tests {
         assert!(connections(0).unwrap_err().contains("--max-connections is 0") && connections(usize::MAX).is_err());
         let idle_timeout = Duration::from_secs(9);
         assert!(NodeOptions { idle_timeout, ..good.clone() }.validate().unwrap_err().contains("--idle-timeout is 9 s"));
+        let handshake_timeout = Duration::from_secs(61);
+        let error = NodeOptions { handshake_timeout, ..good.clone() }.validate().unwrap_err();
+        assert!(error.contains("--handshake-timeout is 61 s"), "{error}");
+        let stall = |seconds| NodeOptions { stall_timeout: Duration::from_secs(seconds), ..good.clone() }.validate();
+        assert!(stall(600).is_ok() && stall(601).is_err() && stall(29).unwrap_err().contains("from 30 s to 600 s"));
         let pins = |seconds| NodeOptions { pin_time_max: Duration::from_secs(seconds), ..good.clone() }.validate();
         assert!(pins(1).is_ok() && pins(0).unwrap_err().contains("--max-pin-time") && pins(31 * 86_400).is_err());
         let per_peer = |max| NodeOptions { connections_per_peer_max: Some(max), ..good.clone() }.validate();

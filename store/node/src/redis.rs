@@ -109,7 +109,7 @@ impl RedisServer {
 /// Refuses a connection beyond a limit of the node.
 pub(crate) async fn refuse(stream: TcpStream, limit: ConnectionLimit) {
     let (_, write) = stream.into_split();
-    connection::refuse(&mut output::Output::new(write), limit).await;
+    connection::refuse(write, limit).await;
 }
 
 /// Serves one client until it disconnects or violates the protocol. Dropping the future ends the

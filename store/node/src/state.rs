@@ -50,6 +50,7 @@ impl NodeState {
         host: Option<Host>,
     ) -> Arc<NodeState> {
         let metrics = store.metrics().clone();
+        let arriving = ArrivingBodies::new(store.options().stall_timeout);
         let http = HttpMetrics::default();
         let mut registry = metrics.registry();
         http.register(&mut registry);
@@ -66,10 +67,20 @@ impl NodeState {
             host,
             bulk_scheduler: BulkScheduler::new(),
             refusals: Refusals::new(),
-            arriving: ArrivingBodies::default(),
+            arriving,
             started: now(),
             identity,
         })
+    }
+
+    /// Maximum time from a connection to the end of its first message.
+    pub(crate) fn handshake_timeout(&self) -> Duration {
+        self.store.options().handshake_timeout
+    }
+
+    /// Maximum time without a byte while a frame, a reply or a value is sent or received.
+    pub(crate) fn stall_timeout(&self) -> Duration {
+        self.store.options().stall_timeout
     }
 
     /// Disconnects clients whose requests stall: those of one tenant, or all. To be called when

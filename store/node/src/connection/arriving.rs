@@ -7,11 +7,10 @@
 //! Most bodies arrive at once and cost nothing here. The table has those that are incomplete after
 //! [`WINDOW`], however short: many of them hold much memory together.
 
-use super::{STALL_TIMEOUT, timed_out};
+use super::timed_out;
 use crate::budget::TenantNumber;
 use larder_runtime::now;
 use larder_runtime::sync::Mutex;
-use larder_wire::MAX_BODY_BYTES;
 use std::collections::BTreeMap;
 use std::io;
 use std::pin::pin;
@@ -19,10 +18,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
-
-// At the rate that requests are promised to pass at (64 KB/s), the longest body arrives well within
-// the time that `receive` gives it. Page bytes are no body: any of them begins a new limit.
-const _: () = assert!(MAX_BODY_BYTES as u64 / 64_000 <= STALL_TIMEOUT.as_secs() * 3 / 5);
 
 /// Minimum pace while others need the memory: half of the rate that requests are promised to pass
 /// at, because bytes of a slow link arrive in lumps.
@@ -32,8 +27,11 @@ const WINDOW: Duration = Duration::from_secs(1);
 /// Minimum time between two searches for one tenant, or for all. Each looks at all tracked bodies.
 const SEARCH_PAUSE: Duration = Duration::from_millis(100);
 
-#[derive(Default)]
-pub(crate) struct ArrivingBodies(Mutex<Table>);
+pub(crate) struct ArrivingBodies {
+    /// Maximum time of a body. Page bytes are no body.
+    timeout: Duration,
+    table: Mutex<Table>,
+}
 
 #[derive(Default)]
 struct Table {
@@ -64,17 +62,22 @@ struct Tracked<'a> {
 
 impl Drop for Tracked<'_> {
     fn drop(&mut self) {
-        self.bodies.0.lock().bodies.remove(&self.number);
+        self.bodies.table.lock().bodies.remove(&self.number);
     }
 }
 
 impl ArrivingBodies {
+    /// Without bodies. Each may take `timeout`, more than a second.
+    pub(crate) fn new(timeout: Duration) -> ArrivingBodies {
+        ArrivingBodies { timeout, table: Mutex::default() }
+    }
+
     /// Runs `receive`, which receives a body on a connection that counts its bytes in `received`.
     /// Asks for its tenant only if the body is slow.
     ///
     /// # Errors
-    /// Those of `receive`, and `TimedOut` if the body is incomplete after [`STALL_TIMEOUT`], or
-    /// stalls while others need its memory.
+    /// Those of `receive`, and `TimedOut` if the body takes longer than it may, or stalls while
+    /// others need its memory.
     pub(crate) async fn receive<T>(
         &self,
         received: Arc<AtomicU64>,
@@ -93,7 +96,7 @@ impl ArrivingBodies {
         tokio::select! {
             // Biased: a body that is complete is served.
             biased;
-            ended = tokio::time::timeout(STALL_TIMEOUT - WINDOW, receive) => ended.map_err(timed_out)?,
+            ended = tokio::time::timeout(self.timeout - WINDOW, receive) => ended.map_err(timed_out)?,
             () = tracked.disconnect.cancelled() => Err(io::ErrorKind::TimedOut.into()),
         }
     }
@@ -106,7 +109,7 @@ impl ArrivingBodies {
         seen_at: Instant,
     ) -> Tracked<'_> {
         let disconnect = CancellationToken::new();
-        let mut table = self.0.lock();
+        let mut table = self.table.lock();
         let number = table.next_number;
         table.next_number += 1;
         table.bodies.insert(number, Body { tenant, received, seen, seen_at, disconnect: disconnect.clone() });
@@ -117,7 +120,7 @@ impl ArrivingBodies {
     /// their number.
     pub(crate) fn end_stalled(&self, tenant: Option<TenantNumber>) -> u64 {
         let now = now();
-        let mut table = self.0.lock();
+        let mut table = self.table.lock();
         let is_recent = |last: &Instant| now.saturating_duration_since(*last) < SEARCH_PAUSE;
         if table.searches.get(&tenant).is_some_and(is_recent) {
             return 0;
@@ -147,6 +150,7 @@ impl ArrivingBodies {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::options::STALL_TIMEOUT_MIN as STALL_TIMEOUT;
     use tokio::task::JoinHandle;
 
     const OWN: TenantNumber = 7;
@@ -165,10 +169,10 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn stalled_body_ends_and_one_that_arrives_stays() {
-        let bodies = Arc::new(ArrivingBodies::default());
+        let bodies = Arc::new(ArrivingBodies::new(STALL_TIMEOUT));
         let counters = [(); 3].map(|()| Arc::new(AtomicU64::new(1 << 20)));
         let [_stalls, trickles, arrives] = &counters;
-        let received = counters.each_ref().map(|counter| begin(&bodies, counter, STALL_TIMEOUT * 2));
+        let received = counters.each_ref().map(|counter| begin(&bodies, counter, 2 * STALL_TIMEOUT));
         tokio::time::sleep(WINDOW / 2).await;
         assert_eq!(bodies.end_stalled(None), 0, "too early");
         for _ in 0..4 {
@@ -188,15 +192,15 @@ mod tests {
         for body in received {
             assert_eq!(body.await.unwrap().unwrap_err().kind(), io::ErrorKind::TimedOut);
         }
-        assert!(bodies.0.lock().bodies.is_empty());
+        assert!(bodies.table.lock().bodies.is_empty());
     }
 
     #[tokio::test(start_paused = true)]
     async fn body_is_in_the_table_from_one_second_on_until_it_ends() {
-        let bodies = Arc::new(ArrivingBodies::default());
-        let tracked = || bodies.0.lock().bodies.len();
+        let bodies = Arc::new(ArrivingBodies::new(STALL_TIMEOUT));
+        let tracked = || bodies.table.lock().bodies.len();
         let counter = Arc::default();
-        let received = [WINDOW / 2, WINDOW * 3, STALL_TIMEOUT * 2].map(|time| begin(&bodies, &counter, time));
+        let received = [WINDOW / 2, WINDOW * 3, 2 * STALL_TIMEOUT].map(|time| begin(&bodies, &counter, time));
         let mut counts = Vec::new();
         for _ in 0..5 {
             tokio::time::sleep(WINDOW * 3 / 4).await;

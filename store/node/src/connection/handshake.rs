@@ -3,7 +3,7 @@
 //! Invariant: before the answer a connection has only its reader and its writer. Queues, tables and
 //! tasks come afterwards, so strangers cost little memory.
 
-use super::{HANDSHAKE_TIMEOUT, Namespace, protocol_error, timed_out};
+use super::{Namespace, protocol_error, timed_out};
 use crate::budget::Account;
 use crate::places::Place;
 use crate::state::NodeState;
@@ -42,7 +42,7 @@ impl Stranger<'_> {
     ///
     /// # Errors
     /// `ConnectionAborted` if the client was refused, `InvalidData` for a protocol error,
-    /// `TimedOut` after [`HANDSHAKE_TIMEOUT`].
+    /// `TimedOut` after the node's time for handshakes.
     pub(super) async fn handshake<S: ByteSource, W: ByteSink>(
         &self,
         reader: &mut FrameReader<S>,
@@ -61,7 +61,8 @@ impl Stranger<'_> {
             reader.set_version(greeting.version);
             Ok(Some(greeting))
         };
-        tokio::time::timeout(HANDSHAKE_TIMEOUT, exchange).await.map_err(timed_out)?
+        // A connection without a handshake has no tenant to charge.
+        tokio::time::timeout(self.node.handshake_timeout(), exchange).await.map_err(timed_out)?
     }
 
     /// Returns the answer to Hello, and the greeting unless the client is refused.

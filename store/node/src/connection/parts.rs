@@ -2,7 +2,7 @@
 //! memory.
 
 use super::requests::DEADLINE_MAX;
-use super::{Connection, STALL_TIMEOUT, protocol_error, timed_out};
+use super::{Connection, protocol_error, timed_out};
 use crate::puts::Put;
 use larder_format::codec::DecodeError;
 use larder_format::{CHUNK_BYTES, Mismatch, PayloadVerifier};
@@ -120,7 +120,7 @@ impl Connection {
     ) -> io::Result<PartPiece> {
         loop {
             // Any byte is progress: the time starts anew with each piece.
-            let until = deadline.min(now() + STALL_TIMEOUT);
+            let until = deadline.min(now() + self.node.stall_timeout());
             // Only the wait for bytes may be interrupted, never a request that is being served.
             let piece = tokio::select! {
                 // Biased: a part that is complete must not be dropped.

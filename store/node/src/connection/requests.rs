@@ -5,7 +5,7 @@ use super::outbox::Responder;
 use super::page_admin::PageAdmin;
 use super::page_request::PageRequest;
 use super::rdma::PendingCommit;
-use super::{Connection, STALL_TIMEOUT, protocol_error, timed_out};
+use super::{Connection, protocol_error, timed_out};
 use crate::budget::{Busy, Charge};
 use crate::puts::Put;
 use larder_format::codec::DecodeError;
@@ -37,7 +37,7 @@ impl Connection {
     pub(super) async fn serve<S: ByteSource>(mut self, reader: &mut FrameReader<S>) -> io::Result<()> {
         // A client may be silent between its requests, but not within a header.
         while reader.begin().await? {
-            let head = tokio::time::timeout(STALL_TIMEOUT, reader.head()).await.map_err(timed_out)??;
+            let head = tokio::time::timeout(self.node.stall_timeout(), reader.head()).await.map_err(timed_out)??;
             let Some(head) = head else { break };
             self.serve_one(reader, &head).await?;
         }

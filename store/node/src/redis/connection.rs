@@ -57,11 +57,11 @@ pub(super) async fn serve<S: ByteSource, W: ByteSink>(
     let peer_name = peer.map_or("unknown address".to_string(), |peer| peer.to_string());
     let account = node.store.budget().open();
     let (sink, _) = ScheduledSink::new(write, node.bulk_scheduler.clone(), account.clone());
-    let mut output = Output::new(sink);
+    let output = Output::new(sink, node.stall_timeout());
     let Some(account) = account else {
         node.end_stalled_bodies(None);
         if let Some(_permit) = record_refusal(&node, &peer_name, ConnectionLimit::Memory) {
-            refuse(&mut output, ConnectionLimit::Memory).await;
+            refuse(output.into_sink(), ConnectionLimit::Memory).await;
         }
         return;
     };
@@ -98,7 +98,8 @@ pub(super) async fn serve<S: ByteSource, W: ByteSink>(
 }
 
 /// Tells a client that it is refused.
-pub(super) async fn refuse<W: ByteSink>(output: &mut Output<W>, limit: ConnectionLimit) {
+pub(super) async fn refuse<W: ByteSink>(sink: W, limit: ConnectionLimit) {
+    let output = &mut Output::new(sink, REFUSAL_TIMEOUT);
     let reason = match limit {
         ConnectionLimit::Count | ConnectionLimit::Peer => "ERR max number of clients reached",
         ConnectionLimit::Memory => "OOM the node has no memory for another connection; try again later",
@@ -249,7 +250,8 @@ impl<S: ByteSource, W: ByteSink> Client<S, W> {
             self.output.flush().await?;
         }
         if !command::is_value(decoder.arguments()) {
-            return discard(&mut self.input, bytes, now() + VALUE_TIMEOUT).await;
+            let node = self.server.node.clone();
+            return discard(&mut self.input, bytes, now() + VALUE_TIMEOUT, node.stall_timeout()).await;
         }
         // A long value may arrive for longer than a stranger may be idle.
         self.record_command();

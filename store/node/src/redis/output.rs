@@ -1,9 +1,9 @@
 //! Replies that wait to be sent.
 
-use crate::connection::STALL_TIMEOUT;
 use larder_redis::{Protocol, Reply};
 use larder_wire::ByteSink;
 use std::io::{self, IoSlice};
+use std::time::Duration;
 
 /// Bytes of short replies that are sent together, at least. A pipeline then takes few system calls.
 const FLUSH_BYTES: usize = 16 << 10;
@@ -12,13 +12,19 @@ const SLICES_MAX: usize = 64;
 
 pub(super) struct Output<W> {
     sink: W,
+    /// Maximum time in which the client takes no byte.
+    stall_timeout: Duration,
     pub(super) buffer: Vec<u8>,
     pub(super) protocol: Protocol,
 }
 
 impl<W: ByteSink> Output<W> {
-    pub(super) fn new(sink: W) -> Output<W> {
-        Output { sink, buffer: Vec::new(), protocol: Protocol::Resp2 }
+    pub(super) fn new(sink: W, stall_timeout: Duration) -> Output<W> {
+        Output { sink, stall_timeout, buffer: Vec::new(), protocol: Protocol::Resp2 }
+    }
+
+    pub(super) fn into_sink(self) -> W {
+        self.sink
     }
 
     /// Queues a reply. Sends the queue if it is long, which waits for the client.
@@ -39,7 +45,7 @@ impl<W: ByteSink> Output<W> {
     /// Sends the queue, and `slices` behind it.
     ///
     /// # Errors
-    /// `TimedOut` if the client takes no byte for [`STALL_TIMEOUT`].
+    /// `TimedOut` if the client takes no byte for the stall timeout.
     pub(super) async fn send(&mut self, slices: &[&[u8]]) -> io::Result<()> {
         let mut left: Vec<&[u8]> = std::iter::once(&self.buffer[..]).chain(slices.iter().copied()).collect();
         left.retain(|slice| !slice.is_empty());
@@ -47,7 +53,7 @@ impl<W: ByteSink> Output<W> {
         while first < left.len() {
             let batch: Vec<IoSlice<'_>> =
                 left[first..].iter().take(SLICES_MAX).map(|slice| IoSlice::new(slice)).collect();
-            let mut sent = tokio::time::timeout(STALL_TIMEOUT, self.sink.send(&batch)).await??;
+            let mut sent = tokio::time::timeout(self.stall_timeout, self.sink.send(&batch)).await??;
             if sent == 0 {
                 return Err(io::ErrorKind::WriteZero.into());
             }

@@ -9,7 +9,6 @@ use super::databases::DatabaseNamespaces;
 use super::input::Input;
 use super::manifest::{ValueId, data_key, data_page_bytes, data_pages};
 use super::values::{Database, Failure, OpenPut};
-use crate::connection::STALL_TIMEOUT;
 use larder_format::{CHUNK_BYTES, PageId, chunk_crcs};
 use larder_memory::{SlotPart, SlotPartMut};
 use larder_runtime::now;
@@ -118,7 +117,7 @@ impl Database<'_> {
             let put = match received.put {
                 Ok(put) => put,
                 Err(failure) => {
-                    discard(input, left, deadline).await?;
+                    discard(input, left, deadline, self.server.node.stall_timeout()).await?;
                     return Ok(Err(failure));
                 }
             };
@@ -127,7 +126,7 @@ impl Database<'_> {
             } else if put.commit() {
                 value.committed.push(put.put().id);
             } else {
-                discard(input, left, deadline).await?;
+                discard(input, left, deadline, self.server.node.stall_timeout()).await?;
                 return Ok(Err(Failure::NoRoom));
             }
         }
@@ -173,7 +172,7 @@ impl Database<'_> {
         let mut crcs = Vec::with_capacity(memory.len().div_ceil(CHUNK_BYTES));
         let mut at = 0;
         while at < memory.len() {
-            let until = deadline.min(now() + STALL_TIMEOUT);
+            let until = deadline.min(now() + self.server.node.stall_timeout());
             let received = tokio::select! {
                 // Biased: a page that is complete must not be dropped.
                 biased;
@@ -200,10 +199,15 @@ struct ReceivedPage {
 }
 
 /// Consumes bytes of a value that is not stored.
-pub(super) async fn discard<S: ByteSource>(input: &mut Input<S>, mut left: u64, deadline: Instant) -> io::Result<()> {
+pub(super) async fn discard<S: ByteSource>(
+    input: &mut Input<S>,
+    mut left: u64,
+    deadline: Instant,
+    stall_timeout: Duration,
+) -> io::Result<()> {
     let mut scratch = vec![0; CHUNK_BYTES.min(left as usize)];
     while left > 0 {
-        let until = deadline.min(now() + STALL_TIMEOUT);
+        let until = deadline.min(now() + stall_timeout);
         let room = scratch.len().min(left as usize);
         left -= tokio::time::timeout_at(until.into(), input.receive(&mut scratch[..room])).await?? as u64;
     }
