@@ -169,6 +169,23 @@ async fn caller_told_the_longest_time_gets_a_place_when_it_returns() {
     assert!(open.reserve(&caller));
 }
 
+/// Clients of Redis wait at the node, which looks for room again and again. Each look must not move
+/// the time for which room is promised.
+#[tokio::test(start_paused = true)]
+async fn caller_that_returns_early_keeps_the_time_of_its_promise() {
+    let (mut line, mut tenants) = (Line::default(), TenantTable::default());
+    let (early, other) = (tenants.join(Peer::Local, "early"), tenants.join(Peer::Local, "other"));
+    let told = Duration::from_secs(10);
+    let begin = now();
+    while now() < begin + told {
+        line.enter(0, early, PAGE, now());
+        line.keep_until(0, (now() + told, now() + 2 * told), true, now());
+        sleep(Duration::from_millis(100)).await;
+    }
+    let by = Some(now() + Duration::from_millis(1));
+    assert_eq!(line.promised((1, other), &tenants, 100 * PAGE, (now(), by)).bytes().of_all, PAGE);
+}
+
 /// Before, a connection without a place had never waited, so it could not take the excess.
 #[tokio::test(start_paused = true)]
 async fn tenant_behind_a_full_line_gets_its_share() {

@@ -230,7 +230,9 @@ impl Line {
         self.queue.keep_until(connection, holds_until);
         let key = self.by_connection.get(&connection);
         if let Some(place) = key.and_then(|key| self.places.get_mut(key)) {
-            place.returns_at = returns_at;
+            // One that returns early keeps its time, or it would never come near.
+            let returns_early = now < place.returns_at;
+            place.returns_at = if returns_early { returns_at.min(place.returns_at) } else { returns_at };
             place.holds_until = holds_until;
             place.estimated_since = is_estimate.then_some(place.estimated_since.unwrap_or(now));
             self.late_first = Some(self.late_first.map_or(holds_until, |first| first.min(holds_until)));
