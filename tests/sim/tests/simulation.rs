@@ -222,7 +222,6 @@ fn clients_and_nodes_keep_their_promises_over_faulty_networks() {
         ("slow gets from L2", 300),
         ("slow gets from L3", 50),
         ("room checks", 20),
-        ("room checks with a crowd", 1),
         ("returns that got in", 100),
     ];
     check_coverage(&summary, &least);

@@ -5,12 +5,9 @@
 //! up to 1.25, as [`PutOptions::busy_retries`](larder_client::PutOptions) does. One more client
 //! returns at once, again and again, and must not get ahead of the others.
 //!
-//! Some seeds have a crowd: more callers than the line of a node has places. Their returns are not
-//! counted, because a node tells callers without a place when one is free.
-//!
-//! Promise: a caller is refused at most [`Bounds::refusals_max`] times, and gets in within
-//! [`Bounds::wait_max`] of its first refusal. The counters "returns that got in" and "returns in
-//! vain" tell how truthful the times are.
+//! Promise: a caller is refused at most [`REFUSALS_MAX`] times, and gets in within [`WAIT_MAX`] of
+//! its first refusal. The counters "returns that got in" and "returns in vain" tell how truthful
+//! the times are.
 
 use super::{ClientSpec, Cluster, operations, put, soon};
 use crate::payload::key_in_namespace;
@@ -26,10 +23,6 @@ use tokio::time::{Instant, sleep};
 const CALLERS_MAX: u64 = 12;
 /// Callers per page of their room: the times that a node tells cover lines of three turns.
 const TURNS: u64 = 3;
-/// The line of a node has 128 places.
-const CROWD: u64 = 150;
-/// One seed in so many has a crowd.
-const CROWD_SEEDS: u64 = 8;
 /// Time in which the link of a caller carries one page …
 const PAGE_TIME: Duration = Duration::from_millis(400);
 /// … unless this rate is faster. Nothing is promised below it.
@@ -38,35 +31,16 @@ const BYTES_PER_SECOND_MIN: u64 = 64 << 10;
 const STAGGER: Duration = Duration::from_millis(7);
 /// Pause of the client that does not return as told.
 const IMPATIENCE: Duration = Duration::from_millis(20);
+/// Each time told is at least a quarter of the time waited so far. If the first one is a second,
+/// ten returns take at least seven.
+const REFUSALS_MAX: u32 = 10;
+const WAIT_MAX: Duration = Duration::from_secs(20);
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Largest number of open puts of a silent writer with a tight budget.
 const TIGHT_PUTS: u64 = 3;
 /// Numbers of the keys that only this module puts.
 const FOREIGN_KEYS: u64 = 1 << 32;
 const SLOT_UNIT: u64 = 4096;
-
-/// Limits of the promise for one check.
-#[derive(Clone, Copy)]
-struct Bounds {
-    refusals_max: u32,
-    wait_max: Duration,
-    is_crowd: bool,
-}
-
-/// Each time told is at least a quarter of the time for which the estimates failed so far. If the
-/// first one is a second, ten returns take at least seven.
-const FEW: Bounds = Bounds { refusals_max: 10, wait_max: Duration::from_secs(20), is_crowd: false };
-/// Time in which a crowd uses the whole room once, at most. It includes handshakes and returns that
-/// are late by a quarter of 10 s.
-const TURN_MAX: Duration = Duration::from_secs(4);
-
-impl Bounds {
-    /// Bounds for a crowd with a room of so many pages. No caller is told more than 10 s.
-    fn of_crowd(pages: u64) -> Bounds {
-        let wait_max = FEW.wait_max + TURN_MAX * CROWD.div_ceil(pages) as u32;
-        Bounds { refusals_max: FEW.refusals_max + (wait_max.as_secs() / 5) as u32, wait_max, is_crowd: true }
-    }
-}
 
 pub(super) async fn check(cluster: &Cluster, client: &Client) {
     if !cluster.setup.profile.is_reliable() {
@@ -75,11 +49,7 @@ pub(super) async fn check(cluster: &Cluster, client: &Client) {
     if cluster.setup.node_protocols[0] < VERSION_RETRY_AFTER {
         return cluster.world.forgive("forgiven: refusals by an old protocol", 1);
     }
-    let pages = pages_in(cluster, caller_room(cluster));
-    let (count, bounds) = match cluster.world.seed / 12 % CROWD_SEEDS {
-        1 => (CROWD, Bounds::of_crowd(pages)),
-        _ => (CALLERS_MAX.min(TURNS * pages), FEW),
-    };
+    let count = CALLERS_MAX.min(TURNS * pages_in(cluster, caller_room(cluster)));
     let keys: Vec<u64> = (0..count).map(|number| key_in_namespace(0, number)).collect();
     if !operations::forget(cluster, client, keys.clone(), Limit::None, soon(PATIENCE)).await {
         return cluster.violate("a forget is not complete before the check of the room".into());
@@ -95,11 +65,9 @@ pub(super) async fn check(cluster: &Cluster, client: &Client) {
     }
     let silent = reserve_the_room(cluster).await;
     cluster.world.count("room checks", 1);
-    cluster.world.count("room checks with a crowd", u64::from(bounds.is_crowd));
     let rate = (cluster.setup.geometry.page_bytes() as f64 / PAGE_TIME.as_secs_f64()) as u64;
     cluster.network.faults.lock().bytes_per_second = rate.max(BYTES_PER_SECOND_MIN);
-    let calls = callers.iter().zip(keys).enumerate();
-    let calls = calls.map(|(number, (caller, key))| call(cluster, caller, (number, key), bounds));
+    let calls = callers.iter().zip(keys).enumerate().map(|(number, (caller, key))| call(cluster, caller, number, key));
     tokio::select! {
         biased;
         _ = join_all(calls) => {}
@@ -149,7 +117,7 @@ async fn reserve_the_room(cluster: &Cluster) -> Vec<(Client, Vec<PagePut>)> {
 }
 
 /// Puts a page. Returns to the node as it says, until the page is stored.
-async fn call(cluster: &Cluster, caller: &Client, (number, key): (usize, u64), bounds: Bounds) {
+async fn call(cluster: &Cluster, caller: &Client, number: usize, key: u64) {
     let mut random = RandomSource::new(cluster.world.seed, Stream::Caller(number as u64));
     sleep(STAGGER * number as u32).await;
     let mut refusals = 0;
@@ -160,14 +128,14 @@ async fn call(cluster: &Cluster, caller: &Client, (number, key): (usize, u64), b
             if outcome != PutOutcome::Stored {
                 cluster.violate(format!("a put of a caller that returns as told is {outcome:?}"));
             }
-            cluster.world.count("returns that got in", u64::from(refusals > 0 && !bounds.is_crowd));
+            cluster.world.count("returns that got in", u64::from(refusals > 0));
             return;
         };
-        cluster.world.count("returns in vain", u64::from(refusals > 0 && !bounds.is_crowd));
+        cluster.world.count("returns in vain", u64::from(refusals > 0));
         cluster.world.event("told to return", [number as u64, retry_after.as_millis() as u64, refusals.into()]);
         refusals += 1;
         let waited = first_refusal.get_or_insert_with(Instant::now).elapsed();
-        if refusals > bounds.refusals_max || waited > bounds.wait_max {
+        if refusals > REFUSALS_MAX || waited > WAIT_MAX {
             return cluster.violate(format!(
                 "a caller that returned as told was refused {refusals} times, after {waited:?} once more"
             ));
