@@ -5,10 +5,10 @@
 //! ```
 //!
 //! The device takes each write at once and keeps no bytes, so that millions of pages need no disk.
-//! All else is the code of a node: L2 over the log of L3, with puts in the write-through policy. The log
-//! is full, so each put also reclaims. One thread hits pages in L2 and looks pages up in L3. A
-//! second one puts pages at 2 GB/s in every other phase. The control does the memory accesses of a
-//! lookup in a table of its own thread: it has the noise of the machine, and no lock.
+//! All else is the code of a node: L2 over the log of L3, and puts that write through. The log is
+//! full, so each put also reclaims. One thread hits pages in L2 and looks pages up in L3. A second
+//! one puts pages at 2 GB/s in every other phase. The control does the memory accesses of a lookup
+//! in a table of its own thread: it has the noise of the machine, and no lock.
 #![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a measurement: it has threads and a clock")]
 
 use futures::FutureExt;
@@ -40,7 +40,8 @@ const ROUNDS: usize = 7;
 const BURST: u64 = 16;
 const CALLS: [&str; 3] = ["hit in L2", "lookup in L3", "control"];
 
-/// Device that completes each request at once and forgets all page bytes.
+/// Device that completes each request at once and forgets all page bytes. A read fills nothing, so
+/// the log takes the page for damaged. The measurement therefore reads pages from L2 only.
 #[derive(Default)]
 struct NullDevice {
     small: Mutex<BTreeMap<&'static str, Vec<u8>>>,
@@ -117,6 +118,8 @@ impl Device for NullDevice {
     fn close_now(&self) {}
 }
 
+/// A node without sockets, full to the last segment. Pages have numbers in the order of their puts,
+/// so the newest ones are in L2, and the oldest ones have been reclaimed.
 struct Bench {
     store: Store,
     page_bytes: usize,
@@ -161,6 +164,9 @@ impl Bench {
         assert_eq!(self.store.puts().commit(&put), CommitOutcome::Stored);
     }
 
+    /// Puts pages at [`BYTES_PER_SECOND`] while `is_busy`, or as fast as this machine can if that
+    /// is slower. The pace follows from the begin, so a late burst is made up for.
+    /// Returns the number of puts.
     fn put_at_rate(&self, is_busy: &AtomicBool) -> u64 {
         let begin = Instant::now();
         let mut puts = 0;
@@ -174,9 +180,12 @@ impl Bench {
     }
 }
 
-/// Times of one kind of call, in nanoseconds.
+/// Times of one kind of call, in nanoseconds. A phase makes millions, so they have 32 bits.
+/// Longer times count as the longest.
 type Times = Vec<u32>;
 
+/// Makes a call and adds its time to the list. The list may grow meanwhile, but not within the
+/// time.
 fn timed<T>(times: &mut Times, call: impl FnOnce() -> T) -> T {
     let begin = Instant::now();
     let result = call();
@@ -184,6 +193,8 @@ fn timed<T>(times: &mut Times, call: impl FnOnce() -> T) -> T {
     result
 }
 
+/// The thread that is measured. Its random numbers come from a xorshift generator: a call of the
+/// system's would be in the figures.
 struct Reader<'a> {
     bench: &'a Bench,
     hit_ids: Vec<PageId>,
@@ -201,6 +212,10 @@ impl Reader<'_> {
         self.random
     }
 
+    /// Makes calls of each kind in turn for [`PHASE`], and returns the time of every call. The
+    /// clock is read twice per call, which adds some 50 ns to each.
+    ///
+    /// First it leaves out pages that are no longer in L2.
     fn phase(&mut self) -> [Times; CALLS.len()] {
         let mut times = [const { Times::new() }; CALLS.len()];
         let begin = Instant::now();
@@ -226,6 +241,7 @@ impl Reader<'_> {
     }
 }
 
+/// 99.9th percentile: the rank that one call in a thousand exceeds.
 fn p999(times: &mut Times) -> u32 {
     times.sort_unstable();
     times[times.len() * 999 / 1000]
@@ -257,6 +273,8 @@ async fn main() {
     std::process::exit(0);
 }
 
+/// Fills the log beyond its capacity, then alternates idle and busy phases, and prints the medians
+/// of their 99.9th percentiles.
 fn measure(bench: &Bench) {
     let fill = bench.pages * 5 / 4;
     let begin = Instant::now();

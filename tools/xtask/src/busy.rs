@@ -41,6 +41,8 @@ pub fn run(runner: &Runner) -> Result<()> {
     })
 }
 
+/// Runs all passes, whatever fails, and prints each result at once. Returns an error if any test
+/// failed in any pass.
 fn passes(runner: &Runner, cargo_test: &[&str]) -> Result<()> {
     let mut failures: BTreeMap<String, usize> = BTreeMap::new();
     for number in 1..=BUSY_PASSES {

@@ -5,8 +5,11 @@ use std::io::{self, IoSliceMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Size of the buffer of a stranger in bytes.
-const FIRST_BUFFER_BYTES: usize = 4 << 10;
+/// Size of the buffer of a stranger in bytes. A first command fits, such as HELLO with AUTH.
+///
+/// Together with the connection's task and account it must stay below 16 KiB, which a connection
+/// may cost before it has said anything valid.
+const FIRST_BUFFER_BYTES: usize = 2 << 10;
 /// Size of the buffer of a client in bytes. A request without a long value fits, and so does a
 /// short pipeline.
 const BUFFER_BYTES: usize = 16 << 10;
