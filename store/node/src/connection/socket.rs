@@ -2,8 +2,7 @@
 //!
 //! A socket operation on page bytes copies up to a megabyte in the kernel, on a thread that other
 //! connections share. The [`BulkScheduler`] lets at most one such operation per thread run at a
-//! time. While more connections than threads transfer pages, it yields before each one, so that
-//! short answers of other connections go first.
+//! time. Before each one it yields, so that short answers of other connections go first.
 //!
 //! A client's short answers may wait behind its own pages. They share its socket.
 
@@ -16,8 +15,9 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tokio::runtime::Handle;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
@@ -25,66 +25,29 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 /// copies in about 10 µs. Bodies and short answers are smaller.
 const BULK_MIN: usize = 64 << 10;
 
-/// Time in which a bulk operation counts as recent. A connection that transfers pages begins one
-/// more often. One that waits for its client does not, however long it waits.
-const RECENT_TIME: Duration = Duration::from_millis(10);
-
 /// Schedules bulk socket operations of all connections, in the order in which they ask.
 #[derive(Clone)]
 pub(crate) struct BulkScheduler {
     threads: usize,
     permits: Arc<Semaphore>,
-    started: Instant,
-    recent: Arc<Mutex<RecentTransfers>>,
-}
-
-/// Number of [`RECENT_TIME`]s since the scheduler's start.
-type Slot = u128;
-
-/// Connections with bulk operations in the last two slots.
-#[derive(Default)]
-struct RecentTransfers {
-    slot: Slot,
-    in_slot: usize,
-    in_slot_before: usize,
-}
-
-impl RecentTransfers {
-    /// Counts a connection once per slot. Returns the number of connections in either slot.
-    fn count(&mut self, now: Slot, counted: &mut Option<Slot>) -> usize {
-        // The clock of another thread may have been read a little earlier.
-        if now > self.slot {
-            self.in_slot_before = if now == self.slot + 1 { self.in_slot } else { 0 };
-            self.in_slot = 0;
-            self.slot = now;
-        }
-        if counted.replace(self.slot) != Some(self.slot) {
-            self.in_slot += 1;
-        }
-        self.in_slot.max(self.in_slot_before)
-    }
+    /// Bulk operations that run, or wait for a permit or for their client.
+    active: Arc<AtomicUsize>,
 }
 
 impl BulkScheduler {
     pub(crate) fn new() -> BulkScheduler {
         let threads = Handle::try_current().map_or(1, |runtime| runtime.metrics().num_workers());
-        BulkScheduler { threads, permits: Arc::new(Semaphore::new(threads)), started: now(), recent: Arc::default() }
+        BulkScheduler { threads, permits: Arc::new(Semaphore::new(threads)), active: Arc::default() }
     }
 
     /// Runs a socket operation on `bytes` bytes. A bulk one holds a permit during each poll, and
-    /// none while it waits for its client. Calls `on_wait` after each of these waits. `counted` is
-    /// the connection's.
-    async fn run<T>(
-        &self,
-        bytes: usize,
-        counted: &mut Option<Slot>,
-        operation: impl Future<Output = T>,
-        mut on_wait: impl FnMut(),
-    ) -> T {
+    /// none while it waits for its client. Calls `on_wait` after each of these waits.
+    async fn run<T>(&self, bytes: usize, operation: impl Future<Output = T>, mut on_wait: impl FnMut()) -> T {
         let is_bulk = bytes > BULK_MIN;
+        let _active = is_bulk.then(|| ActiveOperation::start(&self.active));
         let mut operation = pin!(operation);
         loop {
-            let permit = if is_bulk { self.permit(counted).await } else { None };
+            let permit = if is_bulk { self.permit().await } else { None };
             let polled = futures::poll!(&mut operation);
             drop(permit);
             if let Poll::Ready(done) = polled {
@@ -96,15 +59,29 @@ impl BulkScheduler {
         }
     }
 
-    async fn permit(&self, counted: &mut Option<Slot>) -> Option<SemaphorePermit<'_>> {
-        let slot = now().saturating_duration_since(self.started).as_nanos() / RECENT_TIME.as_nanos();
-        let transfers = self.recent.lock().count(slot, counted);
-        // Only if others want a turn: alone, a yield would cost throughput for nothing. Before the
-        // permit: others would wait for one that no operation uses.
-        if transfers > self.threads {
+    async fn permit(&self) -> Option<SemaphorePermit<'_>> {
+        let permit = self.permits.acquire().await.ok();
+        // Only if others want a turn: alone, a yield would cost throughput for nothing.
+        if self.active.load(Ordering::Relaxed) > self.threads {
             tokio::task::yield_now().await;
         }
-        self.permits.acquire().await.ok()
+        permit
+    }
+}
+
+struct ActiveOperation<'a>(&'a AtomicUsize);
+
+impl<'a> ActiveOperation<'a> {
+    fn start(count: &'a AtomicUsize) -> Self {
+        // Relaxed: the count is a hint for fairness and orders nothing.
+        count.fetch_add(1, Ordering::Relaxed);
+        ActiveOperation(count)
+    }
+}
+
+impl Drop for ActiveOperation<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -128,21 +105,13 @@ pub(crate) struct ScheduledSink<W> {
     /// Bytes that the client had not acknowledged at the last look. `None` after a send, which adds
     /// to them.
     unacknowledged: Option<u64>,
-    /// Slot in which this connection's sends were counted last.
-    counted: Option<Slot>,
 }
 
 impl<W: ByteSink> ScheduledSink<W> {
     pub(crate) fn new(inner: W, scheduler: BulkScheduler, account: Option<Arc<Account>>) -> (Self, UncongestedSince) {
         let uncongested_since = UncongestedSince(Arc::new(Mutex::new(now())));
-        let sink = Self {
-            inner,
-            scheduler,
-            uncongested_since: uncongested_since.clone(),
-            account,
-            unacknowledged: None,
-            counted: None,
-        };
+        let sink =
+            Self { inner, scheduler, uncongested_since: uncongested_since.clone(), account, unacknowledged: None };
         (sink, uncongested_since)
     }
 }
@@ -168,7 +137,7 @@ impl<W: ByteSink> ByteSink for ScheduledSink<W> {
         let bytes = from.iter().map(|slice| slice.len()).sum();
         let mut has_waited = bytes > BULK_MIN;
         let sent = loop {
-            let operation = self.scheduler.run(bytes, &mut self.counted, self.inner.send(from), || has_waited = true);
+            let operation = self.scheduler.run(bytes, self.inner.send(from), || has_waited = true);
             // A dropped operation has taken no bytes, so it can begin again.
             match tokio::time::timeout(LOOK_INTERVAL, operation).await {
                 Ok(sent) => break sent,
@@ -205,13 +174,11 @@ pub(crate) struct ScheduledSource<R> {
     /// The last operation was bulk. More bytes are likely to follow, and a thread that sleeps until
     /// they come receives more of them at once than one that polls.
     was_bulk: bool,
-    /// Slot in which this connection's receives were counted last.
-    counted: Option<Slot>,
 }
 
 impl<R: ByteSource> ScheduledSource<R> {
     pub(crate) fn new(inner: R, scheduler: BulkScheduler) -> Self {
-        Self { inner, scheduler, was_bulk: false, counted: None }
+        Self { inner, scheduler, was_bulk: false }
     }
 }
 
@@ -219,7 +186,7 @@ impl<R: ByteSource> ByteSource for ScheduledSource<R> {
     async fn receive(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         let bytes = into.iter().map(|slice| slice.len()).sum();
         self.was_bulk = bytes > BULK_MIN;
-        self.scheduler.run(bytes, &mut self.counted, self.inner.receive(into), || {}).await
+        self.scheduler.run(bytes, self.inner.receive(into), || {}).await
     }
 
     async fn receive_next(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
@@ -234,7 +201,7 @@ impl<R: ByteSource> ByteSource for ScheduledSource<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
     use tokio::sync::mpsc;
 
     const BULK: usize = 128 << 10;
@@ -300,7 +267,6 @@ mod tests {
             meanwhile
         });
         let meanwhile = all.await.unwrap();
-        println!("{meanwhile} pages during 400 messages");
         assert!(meanwhile < 600, "{meanwhile} pages were sent during 400 messages");
     }
 
@@ -325,54 +291,7 @@ mod tests {
         writable.send(()).await.unwrap();
         assert_eq!(sending.await.unwrap().unwrap(), BULK);
         assert_eq!(uncongested_since.get(), start + Duration::from_secs(2));
-    }
-
-    /// Operation that counts its yields and is done at its first poll.
-    struct Turns<'a> {
-        scheduler: &'a BulkScheduler,
-        counted: Option<Slot>,
-    }
-
-    impl Turns<'_> {
-        /// Takes a turn. Returns `true` if it yielded first, and the permits free meanwhile.
-        fn take(&mut self) -> (bool, usize) {
-            let mut turn = pin!(self.scheduler.run(BULK, &mut self.counted, async {}, || {}));
-            let context = &mut std::task::Context::from_waker(std::task::Waker::noop());
-            let is_ready = turn.as_mut().poll(context).is_ready();
-            let free = self.scheduler.permits.available_permits();
-            (!is_ready, free)
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn clients_that_never_read_cost_others_no_yield_and_no_permit() {
-        let scheduler = BulkScheduler::new();
-        let stuck = [(); 8].map(|()| {
-            let (writable, full) = mpsc::channel(1);
-            let (mut sink, _) = ScheduledSink::new(FullSink(full), scheduler.clone(), None);
-            let task = tokio::spawn(async move { sink.send(&[IoSlice::new(&[0; BULK])]).await });
-            (writable, task)
-        });
-        tokio::task::yield_now().await;
-        let mut honest = Turns { scheduler: &scheduler, counted: None };
-        assert_eq!(honest.take(), (true, 1), "they were active a moment ago; a yield holds no permit");
-        // Between two of their looks for progress.
-        tokio::time::sleep(2 * RECENT_TIME).await;
-        assert_eq!(honest.take(), (false, 1));
-        drop(stuck);
-    }
-
-    #[test]
-    fn connections_count_in_two_slots() {
-        let mut recent = RecentTransfers::default();
-        let mut connections = [None; 3];
-        let [first, second, third] = &mut connections;
-        assert_eq!([recent.count(0, first), recent.count(0, first), recent.count(0, second)], [1, 1, 2]);
-        assert_eq!(recent.count(1, third), 2, "two were active in the slot before");
-        assert_eq!(recent.count(0, first), 2, "by an older clock");
-        assert_eq!(recent.count(2, third), 2);
-        assert_eq!(recent.count(3, third), 1);
-        assert_eq!(recent.count(9, third), 1);
+        assert_eq!(scheduler.active.load(Ordering::Relaxed), 0);
     }
 
     #[derive(Default)]
