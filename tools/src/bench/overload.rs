@@ -341,16 +341,18 @@ impl Run<'_> {
         load.counters.reset();
         let begin = Instant::now();
         let cpu_before = node.cpu_clock().now()?;
-        let offering = self.threads.spawn(async move {
+        let mut offering = self.threads.spawn(async move {
             let offered = load.offer(operations * OVERLOAD_FACTOR, time).await?;
             anyhow::Ok((load, offered))
         });
         let mut rss_max = 0;
-        while !offering.is_finished() {
-            tokio::time::sleep(RSS_INTERVAL).await;
-            rss_max = rss_max.max(node.rss().unwrap_or(0));
-        }
-        let (mut load, offered) = offering.await??;
+        // Not polled: time after the last operation would count as time of the overload.
+        let (mut load, offered) = loop {
+            match tokio::time::timeout(RSS_INTERVAL, &mut offering).await {
+                Ok(offered) => break offered??,
+                Err(_) => rss_max = rss_max.max(node.rss().unwrap_or(0)),
+            }
+        };
         let seconds = begin.elapsed().as_secs_f64();
         let totals = load.counters.totals();
         let cpu = node.cpu_clock().now()?.since(cpu_before);
