@@ -10,7 +10,8 @@
 //!   keep others out.
 //! - The engines of one host have at most their share of the slots.
 //! - Engines that were confirmed lately go first, and have slots that others cannot take. A
-//!   stranger may name silent ports of their host, and cannot confirm them.
+//!   stranger may name silent ports of their host, and cannot confirm them. The other engines have
+//!   as many slots of their own: a stranger may have been confirmed, and be silent since.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -70,7 +71,7 @@ impl Waiting {
 pub(crate) struct Turns {
     slots: usize,
     slots_per_host: usize,
-    /// Slots that only known engines take.
+    /// Slots that only known engines take, and number of those that only others take.
     reserved: usize,
     waiting: HashMap<String, Waiting>,
     /// By name.
@@ -82,7 +83,7 @@ impl Turns {
         Self { slots, slots_per_host, reserved: 0, waiting: HashMap::new(), running: HashMap::new() }
     }
 
-    /// Leaves the last slots to known engines.
+    /// Leaves this number of slots to known engines, and as many to the others.
     pub(crate) fn with_reserved(self, reserved: usize) -> Self {
         Self { reserved, ..self }
     }
@@ -113,14 +114,13 @@ impl Turns {
         due.sort();
         let mut begun = Vec::new();
         for (is_unknown, _, name, url) in due {
-            let slots = if is_unknown { self.slots - self.reserved } else { self.slots };
-            // Known engines came first, so none is left.
-            if self.running.len() >= slots || begun.len() >= most {
+            if self.running.len() >= self.slots || begun.len() >= most {
                 break;
             }
             let attempt = Attempt { host: host_of(url), is_known: !is_unknown };
-            let is_alike = |other: &&Attempt| other.host == attempt.host && other.is_known == attempt.is_known;
-            if self.running.values().filter(is_alike).count() < self.slots_per_host {
+            let alike = self.running.values().filter(|other| other.is_known == attempt.is_known);
+            let of_host = alike.clone().filter(|other| other.host == attempt.host);
+            if alike.count() < self.slots - self.reserved && of_host.count() < self.slots_per_host {
                 self.running.insert(name.to_string(), attempt);
                 begun.push(name.to_string());
             }
@@ -259,6 +259,19 @@ mod tests {
         assert_eq!(turns.begin(others, usize::MAX, now + Duration::from_millis(1)).len(), 0, "it may return");
         turns.ended("z", true, now);
         assert_eq!(turns.begin(others, usize::MAX, now + Duration::from_millis(1)), ["e"]);
+    }
+
+    #[test]
+    fn engines_that_fall_silent_after_their_confirmation_do_not_keep_a_new_one_out() {
+        let mut turns = Turns::new(4, 2).with_reserved(1);
+        let now = Instant::now();
+        let urls = ["http://10.0.0.1:1", "http://10.0.0.2:1", "http://10.0.0.3:1", "http://10.0.0.4:1"];
+        let silent = ["a", "b", "c", "d"].into_iter().zip(urls);
+        let silent = silent.map(|(name, url)| Candidate { name, url, is_known: true });
+        let new = Candidate::from(("z", "http://10.0.0.9:1"));
+        assert_eq!(turns.begin(silent.clone().chain([new]), usize::MAX, now), ["a", "b", "c", "z"]);
+        turns.ended("z", false, now);
+        assert!(turns.begin(silent, usize::MAX, now).is_empty(), "the last slot is for engines like z");
     }
 
     #[test]
