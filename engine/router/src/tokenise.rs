@@ -7,7 +7,8 @@
 //!
 //! - No text is longer than the context times the longest token, or than [`TEXT_BYTES_MAX`].
 //! - Brief texts never wait for short ones, and short ones never for long ones.
-//! - Long texts in progress have at most [`LONG_BYTES_MAX`] together, or are a single one.
+//! - Long texts in progress have at most [`LONG_BYTES_MAX`] together, or are a single one. Twice as
+//!   much if some models have a tokenizer that may take quadratic time: those have their own places.
 //! - Texts that are not brief do not keep a thread that wakes up from a processor.
 //! - A text of one peer waits for a few texts of each other peer at most, however many those send.
 //! - A tokenizer that may take quadratic time delays only texts of other such tokenizers. It gets
@@ -147,7 +148,6 @@ impl<C: FnMut(&str) -> Result<usize, TokenizerError>, T: FnMut() -> Duration> Gr
         };
         let begin = (self.time)();
         let tokens = (self.count)(piece).map_err(EncodeError::Tokenizer)?;
-        // The system may not tell the time once.
         let taken = (self.time)().saturating_sub(begin);
         if taken > limit + MEASURE_SLACK {
             return Err(EncodeError::TooSlow);
@@ -162,11 +162,10 @@ impl<C: FnMut(&str) -> Result<usize, TokenizerError>, T: FnMut() -> Duration> Gr
     }
 }
 
-/// Processor time of this thread. Always zero on a system that does not tell.
+/// Processor time of this thread.
 fn thread_time() -> Duration {
-    let stat = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
-    let nanoseconds = stat.split(' ').next().and_then(|time| time.parse().ok());
-    nanoseconds.map_or(Duration::ZERO, Duration::from_nanos)
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
 /// Text of a prompt with which answers begin.
