@@ -233,6 +233,7 @@ async fn launch(
         store: store.clone(),
         commits,
         queue: PeerBudget::new(options.queue_max),
+        constrained: PeerBudget::new(options.queue_max),
         sender: sender.clone(),
         next_id: AtomicU64::new(1),
         stop: stop.clone(),

@@ -67,9 +67,12 @@ pub(crate) struct AppState {
     pub(crate) state: Arc<Mutex<EngineState>>,
     pub(crate) store: Arc<dyn PageStore>,
     pub(crate) commits: Arc<Commits>,
-    /// Places in the queue. A request holds one from before its constraint is compiled until it is
-    /// admitted, so they bound the scheduler's queue. A router is one peer, and has three quarters.
+    /// Places in the queue. A request holds one until it is admitted, so they bound the scheduler's
+    /// queue. A router is one peer, and has three quarters.
     pub(crate) queue: Arc<PeerBudget>,
+    /// Places for requests whose constraint waits for its compilation. They hold none in the queue,
+    /// so slow constraints delay no other request.
+    pub(crate) constrained: Arc<PeerBudget>,
     pub(crate) sender: flume::Sender<SchedulerEvent>,
     pub(crate) next_id: AtomicU64,
     pub(crate) stop: CancellationToken,
@@ -174,7 +177,7 @@ async fn prefill(
     }
     let (reply, answer) = oneshot::channel();
     let kind = RequestKind::Prefill(PrefillOutput { reply, commits: Vec::new() });
-    let place = app.place(peer).map_err(|e| app.refused(e))?;
+    let place = app.place(&app.queue, peer).map_err(|e| app.refused(e))?;
     let caller = app.submit(params, kind, place).await.map_err(|e| app.refused(e))?;
     caller.wait(async { answer.await.ok() }).await?.map(Json)
 }
@@ -242,8 +245,8 @@ async fn decode(
     // Room for the whole answer, so that a slow client never blocks a step.
     let (events, mut answer) = mpsc::channel(max_tokens + prompt_events + NON_TOKEN_EVENTS_MAX);
     let pages = AwaitedPages { awaited: await_pages as usize, cached: cached_pages.map(|pages| pages as usize) };
-    let place = app.place(peer).map_err(|e| app.refused(e))?;
     let guide = app.guide(&sampling, peer, deadline_ms).await.map_err(|e| app.refused(e))?;
+    let place = app.place(&app.queue, peer).map_err(|e| app.refused(e))?;
     let spec = OutputSpec { max_tokens, eos_tokens: app.eos_tokens.clone(), prompt: &params.tokens, guide };
     let output = DecodeOutput::new(&sampling, spec, pages, &app.tokenizer, events);
     let caller = app.submit(params, RequestKind::Decode(Box::new(output)), place).await.map_err(|e| app.refused(e))?;
@@ -359,16 +362,17 @@ impl AppState {
         deadline_ms: u64,
     ) -> Result<Option<Guide>, ApiError> {
         let Some(constraint) = &sampling.constraint else { return Ok(None) };
+        let _place = self.place(&self.constrained, peer)?;
         let limit = Duration::from_millis(deadline_ms).min(self.request_timeout);
         let compiled = tokio::time::timeout(limit, self.guides.get(constraint, peer)).await;
         let late = || ApiError::new(ErrorCode::Deadline, "the constraint was not compiled within the request's time");
         compiled.map_err(|_| late())?.map(Some)
     }
 
-    /// Takes a place in the queue. Refuses with `busy` if the queue has none left for this peer: at
+    /// Takes a place in a queue. Refuses with `busy` if the queue has none left for this peer: at
     /// once, so that the router can try another engine.
-    fn place(&self, peer: PeerAddress) -> Result<PeerCharge, ApiError> {
-        self.queue.of(peer).take(1).ok_or_else(|| {
+    fn place(&self, queue: &Arc<PeerBudget>, peer: PeerAddress) -> Result<PeerCharge, ApiError> {
+        queue.of(peer).take(1).ok_or_else(|| {
             ApiError::busy("the engine's queue is full; retry later or use another engine", RETRY_AFTER_MS)
         })
     }
