@@ -246,6 +246,11 @@ impl NodeOptions {
             let (given, min, max) = (given.as_secs(), range.start().as_secs(), range.end().as_secs());
             return Err(format!("{name} is {given} s; it must be from {min} s to {max} s"));
         }
+        // A connection without a handshake is idle.
+        if self.handshake_timeout > self.idle_timeout {
+            let (given, max) = (self.handshake_timeout.as_secs(), self.idle_timeout.as_secs());
+            return Err(format!("--handshake-timeout is {given} s; the maximum is {max} s (--idle-timeout)"));
+        }
         if !(PIN_TIME_MIN..=Duration::from_millis(MAX_PIN_MS)).contains(&self.pin_time_max) {
             let given = self.pin_time_max.as_secs();
             return Err(format!("--max-pin-time is {given} s; it must be from 1 s to 30 days"));
