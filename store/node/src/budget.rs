@@ -45,7 +45,7 @@ pub(crate) use account::{Account, Charge};
 use larder_runtime::now;
 use larder_runtime::sync::Mutex;
 use line::{Ahead, Line};
-use rates::{ReadRate, ReleaseRate};
+use rates::{ReadRate, RefusedReads, ReleaseRate};
 use readers::ReaderOrder;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -145,7 +145,8 @@ impl Busy {
     }
 
     pub(crate) fn milliseconds(self) -> u32 {
-        u32::try_from(self.retry_after.as_millis()).unwrap_or(u32::MAX)
+        // Rounded up: 0 means that the node gives no delay.
+        u32::try_from(self.retry_after.as_nanos().div_ceil(1_000_000)).unwrap_or(u32::MAX)
     }
 }
 
@@ -199,6 +200,7 @@ struct ConnectionUsage {
     used: BytesByKind,
     puts: u64,
     read_rate: ReadRate,
+    refused_reads: RefusedReads,
     progress: Arc<Progress>,
     disconnect: CancellationToken,
 }
@@ -300,6 +302,7 @@ impl BudgetState {
         self.own_requests_left += connection.own_requests_left() - own_left;
         if kind == Kind::Outstanding && connection.used[index] == 0 {
             connection.read_rate.stop();
+            connection.refused_reads.clear();
             subtract(&mut self.readers, 1);
             if self.readers == 0 {
                 self.read_rate.stop();
@@ -403,6 +406,7 @@ impl Budget {
             used: [0; KINDS.len()],
             puts: 0,
             read_rate: ReadRate::default(),
+            refused_reads: RefusedReads::default(),
             progress: progress.clone(),
             disconnect: disconnect.clone(),
         };
@@ -435,8 +439,10 @@ impl Budget {
         {
             state.line.expire(now);
             let place = (number, connection.tenant);
-            // A put that begins now ends before the others return.
-            let times = (now, Some(now + state.time_of_put(now)));
+            // A put that begins now ends before the others return, and its write to L3 does, too.
+            let (written, write_time) = self.writes.load();
+            let write_time = write_time.filter(|_| written > 0).unwrap_or_default();
+            let times = (now, Some(now + state.time_of_put(now) + write_time));
             ahead = state.line.promised(place, &state.tenants, self.node_max[kind as usize], times).bytes();
         }
         self.overrun_behind(ahead, state, number, kind, bytes)

@@ -186,7 +186,7 @@ impl Account {
                 .min(self.budget.connection_max[kind as usize])
                 .max(PAGES_IN_FLIGHT_MIN * bytes);
             if used > 0 && used + bytes > max {
-                return Err(Busy::after(own.read_rate.time_for(used + bytes - max)));
+                return Err(Busy::after(own.refused_reads.refuse(&own.read_rate, bytes, used + bytes - max, now)));
             }
         }
         Ok(self.grant(&mut state, kind, bytes, now))
@@ -293,14 +293,19 @@ impl Account {
         // A newcomer may be gone by then. One that has returned will return again.
         let has_returned = state.line.has_waiting(self.connection);
         // Looks at the line last, because it may be long.
-        let has_room = own.max() == 0 && self.budget.overrun(state, self.connection, kind, page_bytes, now).max() == 0;
+        let overrun = match own.max() {
+            0 => self.budget.overrun(state, self.connection, kind, page_bytes, now),
+            _ => own,
+        };
         state.line.expire(now);
         state.line.enter(self.connection, tenant, bytes, now);
-        let time = match has_room {
+        let time = match overrun.max() == 0 {
             true => NO_ROOM_RETRY.max(state.line.waited(self.connection, now)),
             false => {
                 let time = self.time_for_room(state, tenant, (bytes, page_bytes), now);
-                let time = state.line.time_for_place(self.connection, time).unwrap_or(time);
+                // A caller that only its tenant's share refuses needs no place.
+                let for_place = state.line.time_for_place(self.connection, time).filter(|_| overrun.node > 0);
+                let time = for_place.unwrap_or(time).max(PUT_RETRY_MIN);
                 // An estimate that failed before is too short: writers differ. The time so far
                 // bounds the number of returns.
                 time.max(state.line.misjudged(self.connection, now) / WAITED_PART)

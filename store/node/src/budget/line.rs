@@ -10,7 +10,8 @@
 //!   enough others are left for those that queue.
 //! - Tenants take turns: a tenant's second place comes after the first places of the others.
 //! - A place holds room from a put's time before the connection is to return until soon after that.
-//!   A put that begins earlier has usually ended by then. So room never waits for long.
+//!   A put that begins earlier has usually ended by then, with its write to L3. So room does not
+//!   wait for long, unless a connection returns early and is told to wait again.
 //! - A late connection keeps its turn without room for [`LATE_MAX`]. Over a slow link even a client
 //!   that returns as told is late.
 //! - A place ends when its bytes were granted, with its connection, or after that time.

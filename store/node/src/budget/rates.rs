@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 const RETRY_MIN: Duration = Duration::from_millis(1);
 /// Also the answer while no rate is known. A longer pause would leave a freed budget unused.
 pub(super) const RETRY_MAX: Duration = Duration::from_secs(1);
-/// Limit for requests of pages. Such a request reserves no memory, so an early retry costs the node
-/// little, and a late one leaves the reader idle.
-pub(super) const RETRY_OUTSTANDING_MAX: Duration = Duration::from_millis(50);
+/// Answer to a request of pages while no rate is known. Such a request reserves no memory, so an
+/// early retry costs the node little, and a late one leaves the reader idle.
+pub(super) const RETRY_OUTSTANDING: Duration = Duration::from_millis(50);
 /// Length of one measurement. Shorter ones would see single pages instead of a rate.
 const SAMPLE_TIME: Duration = Duration::from_millis(100);
 /// A measurement that took this many sample times replaces the estimate instead of averaging with
@@ -94,9 +94,35 @@ impl ReadRate {
         Some(u64::try_from(bytes).unwrap_or(u64::MAX))
     }
 
-    /// Expected time to receive `bytes`, at most [`RETRY_OUTSTANDING_MAX`].
-    pub(super) fn time_for(&self, bytes: u64) -> Duration {
-        self.per_second.map_or(RETRY_OUTSTANDING_MAX, |rate| time_at(rate, bytes).min(RETRY_OUTSTANDING_MAX))
+    /// Expected time to receive `bytes`, or `None` before the first measurement.
+    fn time_for(&self, bytes: u64) -> Option<Duration> {
+        Some(time_at(self.per_second?, bytes))
+    }
+}
+
+/// Reads of one connection that were refused and told to return. It keeps no list of them: each is
+/// told to return after those before it, whether they do or not.
+#[derive(Default)]
+pub(super) struct RefusedReads {
+    /// Time at which the last of them finds room. `None` if they all have.
+    until: Option<Instant>,
+}
+
+impl RefusedReads {
+    /// The delay for a read of `bytes`, of which `excess` do not fit now.
+    pub(super) fn refuse(&mut self, rate: &ReadRate, bytes: u64, excess: u64, now: Instant) -> Duration {
+        let Some((alone, behind)) = rate.time_for(excess).zip(rate.time_for(bytes)) else {
+            return RETRY_OUTSTANDING;
+        };
+        let after = self.until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now) + behind);
+        let delay = alone.max(after).min(RETRY_MAX);
+        self.until = Some(now + delay);
+        delay
+    }
+
+    /// The connection has received all that it requested, so a read that comes now finds room.
+    pub(super) fn clear(&mut self) {
+        self.until = None;
     }
 }
 

@@ -1,4 +1,4 @@
-use super::rates::{RETRY_MAX, RETRY_OUTSTANDING_MAX};
+use super::rates::{RETRY_MAX, RETRY_OUTSTANDING};
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -204,13 +204,13 @@ async fn reader_may_request_what_it_can_receive_in_time() {
     let ask = |bytes| reader.charge_outstanding(bytes, now() + soon);
     let mut outstanding: Vec<Charge> = (0..200).map_while(|_| ask(MIB).ok()).collect();
     assert_eq!(outstanding.len(), 100, "the bound of a connection: no rate is known yet");
-    assert_eq!(ask(MIB).err().unwrap().retry_after, RETRY_OUTSTANDING_MAX);
+    assert_eq!(ask(MIB).err().unwrap().retry_after, RETRY_OUTSTANDING);
     // 10 MiB/s during a quarter of 8 seconds.
     for _ in 0..10 {
         tokio::time::sleep(Duration::from_millis(100)).await;
         outstanding.pop().unwrap().release_sent();
     }
-    assert_eq!(ask(MIB).err().unwrap().retry_after, RETRY_OUTSTANDING_MAX, "seven seconds' worth too many");
+    assert_eq!(ask(MIB).err().unwrap().retry_after, RETRY_MAX, "seven seconds' worth too many");
     outstanding.truncate(5);
     tokio::time::sleep(Duration::from_millis(1)).await;
     outstanding.extend((0..200).map_while(|_| ask(MIB).ok()));
@@ -228,6 +228,44 @@ async fn reader_may_request_what_it_can_receive_in_time() {
     assert_eq!(least.len() as u64, OUTSTANDING_MIN / MIB);
     let others = account(&budget, "t");
     assert!(others.charge_outstanding(100 * MIB, now() + soon).is_ok(), "another reader is not affected");
+}
+
+#[tokio::test(start_paused = true)]
+async fn refused_reads_are_told_to_return_one_after_the_other() {
+    let budget = budget();
+    let reader = account(&budget, "t");
+    let ask = || reader.charge_outstanding(MIB, now() + Duration::from_secs(1));
+    let mut outstanding = std::collections::VecDeque::new();
+    let receive_one = async |outstanding: &mut std::collections::VecDeque<Charge>| {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        outstanding.pop_front().unwrap().release_sent();
+    };
+    // 10 MiB/s, which are less than the minimum of 4 MiB in a quarter of a second.
+    for _ in 0..20 {
+        outstanding.extend(ask().ok());
+        receive_one(&mut outstanding).await;
+    }
+    outstanding.extend((0..20).map_while(|_| ask().ok()));
+    assert_eq!(outstanding.len() as u64, OUTSTANDING_MIN / MIB);
+    let mut told: Vec<Duration> = (0..5).map(|_| ask().err().unwrap().retry_after).collect();
+    let begin = now();
+    // Each finds room when it returns as told.
+    told.reverse();
+    while let Some(delay) = told.pop() {
+        while now() < begin + delay {
+            receive_one(&mut outstanding).await;
+        }
+        outstanding.push_back(ask().ok().unwrap_or_else(|| panic!("no room after {delay:?}")));
+    }
+    assert!(now() - begin < Duration::from_millis(700), "the reader had enough to do meanwhile");
+    // Those that do not return delay later ones by a second at most.
+    outstanding.extend((0..20).map_while(|_| ask().ok()));
+    for _ in 0..100 {
+        assert!(ask().err().unwrap().retry_after <= RETRY_MAX);
+    }
+    outstanding.clear();
+    outstanding.extend((0..20).map_while(|_| ask().ok()));
+    assert!(ask().err().unwrap().retry_after < Duration::from_millis(300), "all earlier ones have found room");
 }
 
 #[tokio::test(start_paused = true)]
