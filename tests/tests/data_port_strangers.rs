@@ -98,19 +98,17 @@ async fn memory_of<F: Future<Output = RawConnection>>(
 #[tokio::test]
 async fn connection_before_its_handshake_costs_at_most_16_kib() {
     const CONNECTIONS: usize = 400;
-    let (node, address) = start(&["--max-connections", "4096", "--request-memory", "256MiB"]);
-    // The first ones pay for pools of the allocator and of the runtime.
-    let (_, warm) = memory_of(&node, 50, async |_| RawConnection::open(address).await.unwrap()).await;
-    // All at once: a node waits only a few seconds for a handshake.
-    let before = node.memory_bytes("VmRSS");
-    let mut connections = Vec::new();
-    for _ in 0..CONNECTIONS {
+    let options = ["--max-connections", "4096", "--request-memory", "256MiB", "--handshake-timeout", "60"];
+    let (node, address) = start(&options);
+    let connect = async |_| {
         let mut raw = RawConnection::open(address).await.unwrap();
         raw.send_bytes(b"LRDR").await.unwrap();
-        connections.push(raw);
-    }
-    tokio::time::sleep(Duration::from_secs(1)).await;
-    let added = node.memory_bytes("VmRSS").saturating_sub(before) / CONNECTIONS as u64;
+        raw
+    };
+    // The first ones pay for pools of the allocator and of the runtime.
+    let (_, warm) = memory_of(&node, 50, connect).await;
+    let (added, connections) = memory_of(&node, CONNECTIONS, connect).await;
+    let added = added / CONNECTIONS as u64;
     println!("{added} bytes per connection");
     assert!(added <= 16 << 10, "{added} bytes per connection");
     drop((warm, connections));

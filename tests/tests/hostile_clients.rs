@@ -80,6 +80,7 @@ async fn hostile_template_harms_neither_other_requests_nor_the_stop() {
     let (status, answer) = post(&url, body.clone()).await;
     assert_eq!((status, answer["error"]["code"].as_str()), (400, Some("chat_template_exceeded")), "{answer}");
     let chats = [(); 4].map(|()| tokio::spawn(http().post(&url).body(body.clone()).send()));
+    eventually("a template worker runs", || async { !up.children().is_empty() }).await;
     let prompt = json!({"model": name, "prompt": "And God", "max_tokens": 4}).to_string();
     let (status, answer) = post(&format!("{api}/v1/completions"), prompt).await;
     assert_eq!(status, 200, "{answer}");

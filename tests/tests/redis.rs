@@ -60,7 +60,7 @@ struct History {
 }
 
 impl History {
-    /// Number of acknowledged versions of all keys.
+    /// Sum of the latest acknowledged versions of all keys. It grows with each acknowledgement.
     fn acknowledged(&self) -> u64 {
         self.versions.iter().map(|(acknowledged, _)| acknowledged).sum()
     }
@@ -308,15 +308,33 @@ fn connection_before_its_first_command_costs_at_most_16_kib() {
             connection.send_bytes(b"*1\r\n").unwrap();
             connection
         };
+        let descriptors = || std::fs::read_dir(format!("/proc/{}/fd", node.id())).unwrap().count();
+        let before = descriptors();
         let connections = (0..count).map(connection).collect();
-        std::thread::sleep(Duration::from_secs(1));
+        let deadline = Instant::now() + PATIENCE;
+        while descriptors() < before + count {
+            assert!(Instant::now() < deadline, "the node does not accept {count} connections");
+            std::thread::sleep(Duration::from_millis(10));
+        }
         connections
+    };
+    // Until it has not grown for a second.
+    let settled_memory = || {
+        let mut before = node.memory_bytes("VmRSS");
+        loop {
+            std::thread::sleep(Duration::from_secs(1));
+            let now = node.memory_bytes("VmRSS");
+            if now <= before + MIB as u64 / 4 {
+                return now;
+            }
+            before = now;
+        }
     };
     // The first ones pay for pools of the allocator and of the runtime.
     let warm = connect(50);
-    let before = node.memory_bytes("VmRSS");
+    let before = settled_memory();
     let connections = connect(CONNECTIONS);
-    let added = node.memory_bytes("VmRSS").saturating_sub(before) / CONNECTIONS as u64;
+    let added = settled_memory().saturating_sub(before) / CONNECTIONS as u64;
     println!("{added} bytes per connection");
     assert!(added <= 16 << 10, "{added} bytes per connection");
     drop((warm, connections));

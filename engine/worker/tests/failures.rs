@@ -216,7 +216,7 @@ async fn crowd_of_one_address_leaves_a_place_in_the_queue_to_the_next_one() {
     }
     // More than the two that hold pages and the queue leave.
     for _ in 0..10 {
-        refusals.recv().await.unwrap();
+        soon(refusals.recv()).await.unwrap();
     }
     store.delay_lookups(Duration::ZERO);
     let honest = decode_request(&prompt(99, 40), 2);

@@ -316,36 +316,32 @@ async fn refused_callers_behind_slow_links_get_in_when_a_silent_writer_loses_its
     const PAGE: usize = 64 << 10;
     const CALLERS: u32 = 12;
     let node = node_with(NodeOptions { in_flight_bytes: Some(8 * PAGE as u64), ..NodeOptions::default() }).await;
+    let mut callers = Vec::new();
+    for _ in 0..CALLERS {
+        callers.push(SlowLink::to(&node, 10 * SLOWEST_RATE).await.attach(PAGE).await);
+    }
     let silent = SlowLink::to(&node, RATE).await.attach(PAGE).await;
     let reserved: Vec<_> = (1..=4).map(|number| silent.put(page(number), within(300.0))).collect();
-    let room = || node.status()["budget"]["puts"]["bytes"].as_u64();
-    while room() < Some(4 * PAGE as u64) {
+    let patience = within(60.0);
+    while node.status()["budget"]["puts"]["bytes"].as_u64() < Some(4 * PAGE as u64) {
+        assert!(Instant::now() < patience, "the silent writer never has all of the room");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let callers = (0..CALLERS).map(|number| {
-        let node = &node;
-        async move {
-            let caller = SlowLink::to(node, 10 * SLOWEST_RATE).await.attach(PAGE).await;
-            let mut refusals = 0;
-            loop {
-                match put(&caller, 100 + number, PAGE).await {
-                    PutOutcome::Stored => return refusals,
-                    PutOutcome::Busy { retry_after } => tokio::time::sleep(retry_after).await,
-                    outcome => panic!("caller {number}: {outcome:?}"),
-                }
-                refusals += 1;
+    // How many get in at their first return is a matter of time. Tests of the budget count it.
+    let puts = (0..CALLERS).zip(&callers).map(|(number, caller)| async move {
+        for refusals in 0..=10 {
+            match put(caller, 100 + number, PAGE).await {
+                PutOutcome::Stored => return refusals,
+                PutOutcome::Busy { retry_after } => tokio::time::sleep(retry_after).await,
+                outcome => panic!("caller {number}: {outcome:?}"),
             }
         }
+        panic!("caller {number} was refused more than 10 times")
     });
-    let mut refusals = futures::future::join_all(callers).await;
-    refusals.sort_unstable();
+    let refusals = futures::future::join_all(puts).await;
     println!("refusals per caller: {refusals:?}");
-    assert!(refusals[0] > 0, "the silent writer held all of the room");
-    // A busy machine makes callers late for their places, so a few may be refused again.
-    assert!(refusals[refusals.len() / 2] <= 2, "refusals per caller: {refusals:?}");
-    for put in reserved {
-        assert_ne!(put.commit(within(60.0)).await, PutOutcome::Stored, "its room was not taken");
-    }
+    assert!(node.status()["counters"]["puts_taken_back"].as_u64() > Some(0), "the silent writer had all of the room");
+    drop(reserved);
     node.shutdown().await;
 }
 
@@ -354,7 +350,8 @@ async fn forget_ends_a_copy_that_a_slow_link_still_carries() {
     const PAGE: usize = 4 << 20;
     let node = node().await;
     let direct = attach(node.addr().to_string(), PAGE).await;
-    let link = SlowLink::to(&node, RATE).await;
+    // The page takes 7 s, so that the forget comes before its end also on a busy machine.
+    let link = SlowLink::to(&node, 10 * SLOWEST_RATE).await;
     let engine = link.attach(PAGE).await;
     let ttl = Some(Duration::from_millis(1));
     let mut first = direct.put_with(page(1), PutOptions { ttl, ..PutOptions::default() }, within(60.0));
@@ -363,7 +360,9 @@ async fn forget_ends_a_copy_that_a_slow_link_still_carries() {
         panic!("the page is stored")
     };
     // The node drops the page. The engine still has it, and puts its copy.
+    let patience = within(60.0);
     while direct.exists(&[key(1)], within(60.0)).await[0] {
+        assert!(Instant::now() < patience, "the page outlives its time");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let before = link.forwarded()[0];
@@ -371,6 +370,7 @@ async fn forget_ends_a_copy_that_a_slow_link_still_carries() {
     copy.part(0, payload(1, PAGE));
     let committing = tokio::spawn(async move { copy.commit(within(60.0)).await });
     while link.forwarded()[0] < before + PAGE / 4 {
+        assert!(Instant::now() < patience, "the link carries nothing");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert!(direct.forget(&[key(1)], within(60.0)).await.complete);

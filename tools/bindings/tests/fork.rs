@@ -2,8 +2,8 @@
 
 use larder_bindings::{after_fork_in_child, after_fork_in_parent, before_fork, runtime};
 use parking_lot_core::DEFAULT_UNPARK_TOKEN;
-use std::sync::{Arc, Barrier};
-use std::time::Duration;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 /// Many times the parts that the table has in a process of few waiting threads.
 const HOLDERS: usize = 256;
@@ -13,16 +13,15 @@ const CHILD_SECONDS: u32 = 30;
 /// Locks every part of the table of waiting threads that all locks of `parking_lot` share. A thread
 /// that waits for such a lock, however briefly, locks its part of the table.
 fn lock_table_of_waiting_threads() {
-    let started = Arc::new(Barrier::new(HOLDERS + 1));
+    static LOCKED: AtomicUsize = AtomicUsize::new(0);
     for holder in 0..HOLDERS {
-        let started = started.clone();
         std::thread::spawn(move || {
-            started.wait();
             loop {
                 // SAFETY: no thread parks at this address, and the callback neither panics nor
                 // calls into parking_lot.
                 unsafe {
                     parking_lot_core::unpark_one(0x1000 + holder * 64, |_| {
+                        LOCKED.fetch_add(1, Ordering::Relaxed);
                         std::thread::sleep(Duration::from_secs(1));
                         DEFAULT_UNPARK_TOKEN
                     })
@@ -30,8 +29,18 @@ fn lock_table_of_waiting_threads() {
             }
         });
     }
-    started.wait();
-    std::thread::sleep(Duration::from_millis(200));
+    // Locked as a whole once no thread has found a free part for a while.
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let mut before = 0;
+    loop {
+        std::thread::sleep(Duration::from_millis(200));
+        let now = LOCKED.load(Ordering::Relaxed);
+        if now > 0 && now == before {
+            return;
+        }
+        assert!(Instant::now() < deadline, "the table is never locked as a whole");
+        before = now;
+    }
 }
 
 /// Waits on a new runtime, as each call of a forked child does.

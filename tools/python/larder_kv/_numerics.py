@@ -3,8 +3,8 @@
 Engines whose kernels round differently compute other bytes for the same tokens. They share no pages, unless their
 operators declare them equal. Nothing here raises: an engine whose process tells less has fewer fields.
 
-Processes of one engine must find the same, also those that use no device. So this reads nothing that depends on the
-state of a process.
+Processes of one engine must find the same, also those that use no device. So this asks no device for its state. It does
+look at the modules of the process: each process of an engine has loaded the engine and PyTorch.
 """
 
 import importlib.metadata

@@ -203,7 +203,8 @@ async fn looping_templates_of_many_models_do_not_delay_an_honest_chat() {
     };
     let (answers, before) = tokio::join!(loops, honest);
     println!("{before} loops were stopped before the honest chat had its answer");
-    // In turn, it would begin when 13 of the 16 loops have had their five seconds.
+    // Without places of their own for slow renderings, it would begin when 13 of the 16 loops have
+    // had their five seconds.
     assert!(before < 10, "the honest chat waited for {before} loops");
     let stopped = answers.iter().filter(|(status, _)| *status == 400).count();
     assert!(stopped >= 1 && answers.iter().all(|(status, _)| [400, 429].contains(status)), "{answers:?}");

@@ -142,15 +142,18 @@ mod tests {
         let address = SocketAddr::from_abstract_name(&name).unwrap();
         let _listener = UnixListener::bind_addr(&address).unwrap();
         let attaching = tokio::spawn(async move { attach(&name, None).await.map(|_| ()) });
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        assert!(!attaching.is_finished());
         let expected = SocketAddrUnix::new_abstract_name(address.as_abstract_name().unwrap()).unwrap();
         let is_ours = |&number: &RawFd| {
             // SAFETY: a plain system call, which fails if another test has closed its socket.
             let peer = getpeername(unsafe { BorrowedFd::borrow_raw(number) }).ok().flatten();
             peer.and_then(|peer| SocketAddrUnix::try_from(peer).ok()).is_some_and(|peer| peer == expected)
         };
-        assert!(open_descriptors().iter().any(is_ours));
+        let patience = std::time::Instant::now() + Duration::from_secs(60);
+        while !open_descriptors().iter().any(is_ours) {
+            assert!(std::time::Instant::now() < patience, "the socket is never listed");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert!(!attaching.is_finished());
         attaching.abort();
     }
 
