@@ -8,7 +8,7 @@
 //! - No text is longer than the context times the longest token, or than [`TEXT_BYTES_MAX`].
 //! - Brief texts never wait for short ones, and short ones never for long ones.
 //! - Long texts in progress have at most [`LONG_BYTES_MAX`] together, or are a single one. Twice as
-//!   much if some models have a tokenizer that may take quadratic time: those have their own places.
+//!   much if a model has a tokenizer that may take quadratic time: such texts have other places.
 //! - Texts that are not brief do not keep a thread that wakes up from a processor.
 //! - A text of one peer waits for a few texts of each other peer at most, however many those send.
 //! - A tokenizer that may take quadratic time delays only texts of other such tokenizers. It gets

@@ -104,8 +104,8 @@ impl PlaceQueue {
         self.expected.range(..arrival).take(count).count() < count
     }
 
-    /// Estimates the number of expected connections before `arrival`. Exact while all came one after
-    /// the other, and none behind the first has left.
+    /// Estimates the number of expected connections before `arrival`. Exact while they have
+    /// consecutive arrivals: none behind the first has left, or got a place at once.
     pub(super) fn estimated_ahead(&self, arrival: u64) -> u64 {
         let (Some(&first), Some(&last)) = (self.expected.first(), self.expected.last()) else { return 0 };
         let before = arrival.saturating_sub(first).min(last - first);
