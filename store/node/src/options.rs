@@ -404,6 +404,9 @@ mod tests {
         let handshake_timeout = Duration::from_secs(61);
         let error = NodeOptions { handshake_timeout, ..good.clone() }.validate().unwrap_err();
         assert!(error.contains("--handshake-timeout is 61 s"), "{error}");
+        let (handshake_timeout, idle_timeout) = (Duration::from_secs(20), Duration::from_secs(10));
+        let error = NodeOptions { handshake_timeout, idle_timeout, ..good.clone() }.validate().unwrap_err();
+        assert!(error.contains("the maximum is 10 s (--idle-timeout)"), "{error}");
         let stall = |seconds| NodeOptions { stall_timeout: Duration::from_secs(seconds), ..good.clone() }.validate();
         assert!(stall(600).is_ok() && stall(601).is_err() && stall(29).unwrap_err().contains("from 30 s to 600 s"));
         let pins = |seconds| NodeOptions { pin_time_max: Duration::from_secs(seconds), ..good.clone() }.validate();

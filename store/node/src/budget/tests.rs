@@ -268,6 +268,13 @@ async fn refused_reads_are_told_to_return_one_after_the_other() {
     assert!(ask().err().unwrap().retry_after < Duration::from_millis(300), "all earlier ones have found room");
 }
 
+#[test]
+fn short_delay_is_not_told_as_none() {
+    assert_eq!(Busy::after(Duration::from_micros(1)).milliseconds(), 1);
+    assert_eq!(Busy::after(Duration::from_micros(1001)).milliseconds(), 2);
+    assert_eq!(Busy::after(RETRY_MAX).milliseconds(), 1000);
+}
+
 #[tokio::test(start_paused = true)]
 async fn empty_request_counts_as_reader_until_released() {
     let budget = budget();
