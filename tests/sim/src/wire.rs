@@ -12,7 +12,8 @@
 //! - No request ends later than its deadline plus the documented delay.
 //! - A request over a slow network succeeds if its deadline leaves the time for it, and one that
 //!   ends at its deadline costs the others nothing.
-//! - A caller that a busy node refused, and that returns as told, gets in.
+//! - A caller that a busy node refused, and that returns as told, gets in: a writer (`room`) or a
+//!   reader (`refused_reads`).
 //! - Without faults, a request does not miss a page that its node has all the time.
 //! - A node that copies from client memory copies the bytes of the put, or the put is lost.
 //! - A page that is read in place does not change until the reader releases it, whatever happens to
@@ -40,6 +41,7 @@ mod operations;
 mod presence;
 mod progress;
 mod put;
+mod refused_reads;
 mod room;
 pub mod transport;
 

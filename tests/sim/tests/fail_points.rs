@@ -113,7 +113,7 @@ const NODE: [FailPoint; 23] = [
     any("node.pins-never-expire", "Pins never expire."),
 ];
 
-const WIRE: [FailPoint; 44] = [
+const WIRE: [FailPoint; 46] = [
     any("wire.accept-damaged-frame", "A frame is accepted without verifying its checksum."),
     any("wire.accept-out-of-order-frame", "A frame is accepted without verifying its sequence number."),
     any("client.get-skips-checksum", "The client returns a page without verifying its checksums."),
@@ -153,6 +153,8 @@ const WIRE: [FailPoint; 44] = [
     any("node.silent-writer-keeps-room", "Silent writers keep their room while others wait for it."),
     any("node.line-forgets-callers", "A refused caller gets no place in the line."),
     any("node.time-told-too-short", "A refused caller is told to return at once."),
+    any("node.refused-reads-told-together", "Refused reads of a connection are told to return at the same time."),
+    any("node.read-told-too-short", "A refused read is told to return at once."),
     any("node.read-charge-leaks", "Sent bytes still count against the read budget."),
     any(
         "rdma.memory-returned-on-disconnect",

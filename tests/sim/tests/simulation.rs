@@ -223,6 +223,9 @@ fn clients_and_nodes_keep_their_promises_over_faulty_networks() {
         ("slow gets from L3", 50),
         ("room checks", 20),
         ("returns that got in", 100),
+        ("refused read checks", 3),
+        ("last pages of a get refused", 20),
+        ("refused reads that got in", 20),
     ];
     check_coverage(&summary, &least);
     check_forgiven(&summary, &options);

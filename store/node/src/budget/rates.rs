@@ -1,5 +1,6 @@
 //! Throughput estimates: delays before a retry, and the bytes that a reader can receive in time.
 
+use larder_runtime::fail_point;
 use std::time::{Duration, Instant};
 
 const RETRY_MIN: Duration = Duration::from_millis(1);
@@ -114,8 +115,10 @@ impl RefusedReads {
         let Some((alone, behind)) = rate.time_for(excess).zip(rate.time_for(bytes)) else {
             return RETRY_OUTSTANDING;
         };
-        let after = self.until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now) + behind);
+        let until = if fail_point!("node.refused-reads-told-together") { None } else { self.until };
+        let after = until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now) + behind);
         let delay = alone.max(after).min(RETRY_MAX);
+        let delay = if fail_point!("node.read-told-too-short") { RETRY_MIN } else { delay };
         self.until = Some(now + delay);
         delay
     }

@@ -269,6 +269,28 @@ async fn refused_reads_are_told_to_return_one_after_the_other() {
 }
 
 #[test]
+fn reads_refused_at_one_moment_are_told_times_one_read_apart() {
+    let begin = now();
+    let moment = begin + Duration::from_millis(100);
+    let mut rate = ReadRate::default();
+    let mut refused = RefusedReads::default();
+    assert_eq!(refused.refuse(&rate, MIB, MIB / 2, begin), RETRY_OUTSTANDING, "no rate is known yet");
+    // 10 MiB/s.
+    rate.start(begin);
+    rate.record(moment, MIB);
+    let told = |refused: &mut RefusedReads, after_ms: u64| {
+        refused.refuse(&rate, MIB, MIB / 2, moment + Duration::from_millis(after_ms)).as_millis()
+    };
+    let together: Vec<u128> = (0..4).map(|_| told(&mut refused, 0)).collect();
+    assert_eq!(together, [50, 150, 250, 350], "half of the first read lacks room, and each of the others wholly");
+    assert_eq!(told(&mut refused, 200), 250, "behind the last one, which returns in 150 ms");
+    let longest = (0..20).map(|_| told(&mut refused, 200)).max();
+    assert_eq!(longest, Some(RETRY_MAX.as_millis()));
+    refused.clear();
+    assert_eq!(told(&mut refused, 300), 50, "all earlier ones have found room");
+}
+
+#[test]
 fn short_delay_is_not_told_as_none() {
     assert_eq!(Busy::after(Duration::from_micros(1)).milliseconds(), 1);
     assert_eq!(Busy::after(Duration::from_micros(1001)).milliseconds(), 2);

@@ -2,7 +2,7 @@
 
 use super::net::ClientHost;
 use super::nodes::NodeHost;
-use super::{Cluster, operations, progress, put, room, soon};
+use super::{Cluster, operations, progress, put, refused_reads, room, soon};
 use crate::payload::{self, key_in_namespace, page_key};
 use crate::quiescence::{self, status_number};
 use crate::workload::Limit;
@@ -41,6 +41,9 @@ pub(super) async fn quiesce(cluster: &Cluster, hosts: &[NodeHost], clients: &[Cl
     }
     if let Some(client) = clients.first().filter(|_| is_last && !cluster.world.failed()) {
         room::check(cluster, client).await;
+    }
+    if let Some(client) = clients.first().filter(|_| is_last && !cluster.world.failed()) {
+        refused_reads::check(cluster, client).await;
     }
     check_idle(cluster, hosts, clients).await;
     cluster.model.lock().quiesced();
