@@ -22,7 +22,7 @@ const QUEUE_TOUCHES: usize = 32;
 const QUEUES: usize = 8;
 /// Touches that a hit applies for the thread's earlier hits: the lock's cost is shared by as many,
 /// and the hit takes about 5 µs longer.
-const TOUCHES_PER_HIT: usize = 8;
+const TOUCHES_PER_HIT: usize = 2;
 
 /// A hit of one put of a page.
 #[derive(Debug, Clone, Copy)]
