@@ -8,7 +8,7 @@ use anyhow::{Result, ensure};
 /// Test of larder-sim that activates one fail point after the other. It needs the feature
 /// `fail-points`, so it is built and run on its own.
 const FAIL_POINT_TEST: &str = "fail_points";
-const CI_FUZZ_SECONDS: u64 = 30;
+const CI_FUZZ_SECONDS: u64 = 10;
 const NIGHTLY_FUZZ_SECONDS: u64 = 30 * 60;
 const NIGHTLY_SIMULATION_MINUTES: &str = "60";
 /// Schedules of each thread model and scheduler. CI runs the default of `store/node/src/model.rs`.
