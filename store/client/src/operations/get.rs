@@ -31,7 +31,7 @@ pub(super) const COPY_GRACE: Duration = Duration::from_secs(1);
 pub(super) const GET_PAGES_MAX: usize = 1024;
 
 /// Options of [`Client::get_with`] and its like. The default waits until the deadline and does not
-/// retry at busy nodes.
+/// return to nodes that are too busy for any page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GetOptions {
     /// Time after which the client abandons a node that has not begun to answer, so that the
@@ -39,8 +39,12 @@ pub struct GetOptions {
     /// buffers return at once. The client itself sends no second request. Default: `None`, the
     /// deadline only.
     pub hedge_after: Option<Duration>,
-    /// Retries of pages that a busy node refused. The client waits for the node's hint before each,
-    /// times a random factor between 1 and 1.25, and never beyond the deadline. Default: 0.
+    /// Retries at a node that was too busy for any page. The client waits for the node's hint before
+    /// each, times a random factor between 1 and 1.25, and never beyond the deadline. Default: 0.
+    ///
+    /// A request that brought some pages is no such retry. The node sends a reader as many pages as
+    /// it can receive soon, and refuses the rest. The client requests the rest then, until the
+    /// deadline.
     pub busy_retries: u32,
 }
 
@@ -311,6 +315,7 @@ async fn get_with_retries(
         let names: Vec<_> = pages.iter().map(|page| (page.index, page.id, page.range.clone())).collect();
         let request = |IndexedPage { id, range, buffer, .. }| PageRequest { id, range, buffer };
         let requests = pages.into_iter().map(request).collect();
+        let requested_at = now();
         let (responses, was_hedged) = get_from_node(connection, requests, part_table, options, deadline).await;
         count(&counters.gets_hedged, was_hedged.into());
         let wanted: Vec<_> = names.iter().map(|(_, id, range)| (*id, range.as_ref())).collect();
@@ -320,12 +325,18 @@ async fn get_with_retries(
             let description = meta.map(|meta| PageDescription::of(meta, connection));
             (IndexedPage { index, id, range, buffer }, result, description)
         };
+        let before = ends.len();
         ends.extend(ended.map(with_name));
+        let brought_pages = ends[before..].iter().any(|end| matches!(end.1, PageResult::Hit(..)));
         let hint = |end: &PageEnd| if let PageResult::Busy(ms) = end.1 { Some(ms) } else { None };
         let pause = ends.iter().filter_map(hint).max().map(|ms| connection.jittered(retry_delay(ms)));
-        let Some(pause) = pause.filter(|&pause| retries > 0 && now() + pause < deadline) else { return ends };
+        // The pages that arrived took a part of the pause already.
+        let passed = if brought_pages { now().saturating_duration_since(requested_at) } else { Duration::ZERO };
+        let pause = pause.map(|pause| pause.saturating_sub(passed));
+        let may_return = brought_pages || retries > 0;
+        let Some(pause) = pause.filter(|&pause| may_return && now() + pause < deadline) else { return ends };
         // Only the busy pages are requested again.
-        retries -= 1;
+        retries -= u32::from(!brought_pages);
         tokio::time::sleep(pause).await;
         pages = ends.extract_if(.., |end| hint(end).is_some()).map(|(page, ..)| page).collect();
     }

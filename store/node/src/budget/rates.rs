@@ -6,6 +6,9 @@ use std::time::{Duration, Instant};
 const RETRY_MIN: Duration = Duration::from_millis(1);
 /// Also the answer while no rate is known. A longer pause would leave a freed budget unused.
 pub(super) const RETRY_MAX: Duration = Duration::from_secs(1);
+/// Longest delay of a refused request of pages. Over the slowest links one page takes minutes, and
+/// a reader should notice soon if the link has become faster.
+pub(super) const RETRY_READ_MAX: Duration = Duration::from_secs(10);
 /// Answer to a request of pages while no rate is known. Such a request reserves no memory, so an
 /// early retry costs the node little, and a late one leaves the reader idle.
 pub(super) const RETRY_OUTSTANDING: Duration = Duration::from_millis(50);
@@ -46,7 +49,7 @@ impl ReleaseRate {
         if self.per_second == 0 {
             return RETRY_MAX;
         }
-        time_at(self.per_second, bytes)
+        time_at(self.per_second, bytes).clamp(RETRY_MIN, RETRY_MAX)
     }
 }
 
@@ -117,7 +120,7 @@ impl RefusedReads {
         };
         let until = if fail_point!("node.refused-reads-told-together") { None } else { self.until };
         let after = until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now) + behind);
-        let delay = alone.max(after).min(RETRY_MAX);
+        let delay = alone.max(after).clamp(RETRY_MIN, RETRY_READ_MAX);
         let delay = if fail_point!("node.read-told-too-short") { RETRY_MIN } else { delay };
         self.until = Some(now + delay);
         delay
@@ -131,5 +134,5 @@ impl RefusedReads {
 
 fn time_at(per_second: u64, bytes: u64) -> Duration {
     let micros = u128::from(bytes) * 1_000_000 / u128::from(per_second.max(1));
-    Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)).clamp(RETRY_MIN, RETRY_MAX)
+    Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX))
 }
