@@ -17,7 +17,7 @@
 //!   1998).
 //! - A reader that receives nothing for a second, while others wait for its memory, is
 //!   disconnected. Others wait if a read is queued, or if little memory bounds a connection.
-//! - A writer that sends less than 32 KiB in a second, while others wait for its room, loses its
+//! - A writer that sends less than 8 KiB in a second, while others wait for its room, loses its
 //!   puts. A tenant above its share loses the excess.
 //! - A writer that was refused has a place in a bounded line, or queues for one. Free room goes to
 //!   the line in order, and free places to the queue.
@@ -45,6 +45,7 @@ pub(crate) use account::{Account, Charge};
 use larder_runtime::now;
 use larder_runtime::sync::Mutex;
 use line::{Ahead, Line};
+use place_queue::Refused;
 use rates::{ReadRate, RefusedReads, ReleaseRate};
 use readers::ReaderOrder;
 use serde_json::json;
@@ -199,6 +200,11 @@ struct ConnectionUsage {
     tenant: TenantNumber,
     used: BytesByKind,
     puts: u64,
+    /// True if the budget refused the latest charge for a put. If it did not, and the put was
+    /// refused, the tiers had no room.
+    put_refused: bool,
+    /// Refusal of the place in the line that ended with the latest charge for a put.
+    served: Option<Refused>,
     read_rate: ReadRate,
     refused_reads: RefusedReads,
     progress: Arc<Progress>,
@@ -278,11 +284,12 @@ impl BudgetState {
             let is_first = connection.used[index] == 0;
             connection.progress.writer.lock().begin(is_first, now);
             connection.puts += 1;
+            connection.put_refused = false;
             let used = connection.used[index];
             self.writers.remove(&(connection.tenant, used, number));
             self.writers.insert((connection.tenant, used + bytes, number));
             self.writers_order.add(number, connection.tenant, now);
-            self.line.record_grant(number, bytes);
+            connection.served = self.line.record_grant(number, bytes);
         }
         if kind == Kind::Reads {
             self.readers_order.add(number, connection.tenant, bytes, now);
@@ -405,6 +412,8 @@ impl Budget {
             tenant: state.tenants.join(Peer::Local, ""),
             used: [0; KINDS.len()],
             puts: 0,
+            put_refused: false,
+            served: None,
             read_rate: ReadRate::default(),
             refused_reads: RefusedReads::default(),
             progress: progress.clone(),
@@ -415,6 +424,13 @@ impl Budget {
         state.own_requests_left += OWN_REQUEST_BYTES;
         drop(state);
         Some(Arc::new(Account::new(self.clone(), number, progress, disconnect)))
+    }
+
+    /// Time since a connection sent a byte for its puts, or reserved one. `None` if it has ended.
+    pub(crate) fn writer_silence(&self, connection: u64, now: Instant) -> Option<Duration> {
+        let state = self.state.lock();
+        let silence = state.connections.get(&connection)?.progress.writer.lock().quiet_for(now);
+        Some(silence)
     }
 
     /// Most connections that the request memory has room for.

@@ -94,7 +94,7 @@ counters! {
     puts_conflicting,
     /// Reservations answered busy because a bound on puts was reached
     puts_busy,
-    /// Puts aborted because their writer sent less than 32 KiB in 1 s, or its tenant was above its
+    /// Puts aborted because their writer sent less than 8 KiB in 1 s, or its tenant was above its
     /// share, while others waited for the room
     puts_taken_back,
     /// Complete puts dropped because L2 could not evict enough pages for them

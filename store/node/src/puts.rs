@@ -295,11 +295,24 @@ impl Puts {
         self.close(put, Progress::Aborted);
     }
 
-    /// Aborts puts that received nothing for longer than `timeout`, and takes the remaining grants
-    /// from aborted puts whose writers were silent as long.
-    pub(crate) fn abort_idle(&self, now: Instant, timeout: Duration) {
-        let idle: Vec<Arc<Put>> =
+    /// Aborts puts that received nothing for longer than `timeout`, if `is_silent` says that their
+    /// writers sent nothing either, and puts without bytes that are older than `time_max`. Takes
+    /// the remaining grants from aborted puts without bytes for `timeout`.
+    ///
+    /// A writer reserves a batch, sends its pages one by one, and commits them together. So a put
+    /// waits while its writer sends those of another one.
+    pub(crate) fn abort_idle(
+        &self,
+        now: Instant,
+        (timeout, time_max): (Duration, Duration),
+        is_silent: impl Fn(u64) -> bool,
+    ) {
+        let mut idle: Vec<Arc<Put>> =
             self.state.lock().open.values().filter(|put| put.is_idle(now, timeout)).cloned().collect();
+        idle.retain(|put| {
+            let is_silent = put.writer().is_none_or(&is_silent) || fail_point!("node.idle-put-judged-alone");
+            is_silent || put.is_older(now, time_max)
+        });
         for put in idle {
             if let Some(puts) = self.idle_lines.record() {
                 let key = put.id.key;
@@ -342,7 +355,7 @@ impl Puts {
                     let key = put.id.key;
                     tracing::warn!(
                         %key, puts, is_silent = writer.is_silent,
-                        "puts aborted, because others waited for room: their writers sent less than 32 KiB in 1 s, or their \
+                        "puts aborted, because others waited for room: their writers sent less than 8 KiB in 1 s, or their \
                          tenants had more than their share"
                     );
                 }

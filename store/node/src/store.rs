@@ -29,8 +29,11 @@ use tokio_util::sync::CancellationToken;
 const LOADS_AT_ONCE: usize = 16;
 /// Interval of the search for expired pins, pages and idle puts.
 const TICK: Duration = Duration::from_secs(1);
-/// An open put that receives nothing for this long is aborted: its writer is gone.
+/// An open put is aborted if its writer sends nothing for this long: the writer is gone.
 const PUT_IDLE_MAX: Duration = Duration::from_secs(60);
+/// An open put without bytes for [`PUT_IDLE_MAX`] is aborted after this time, whatever its writer
+/// sends for others: the longest deadline of a request.
+const PUT_TIME_MAX: Duration = Duration::from_secs(600);
 
 /// Tiers, open puts and budget of a node. Methods that end in `_for` charge the account of a
 /// connection. The others charge no account.
@@ -100,7 +103,9 @@ impl Store {
 
     pub fn tick(&self) {
         self.tiers.tick();
-        self.puts.abort_idle(larder_runtime::now(), PUT_IDLE_MAX);
+        let now = larder_runtime::now();
+        let is_silent = |writer| self.budget.writer_silence(writer, now).is_none_or(|time| time > PUT_IDLE_MAX);
+        self.puts.abort_idle(now, (PUT_IDLE_MAX, PUT_TIME_MAX), is_silent);
     }
 
     /// Opens a put, unless the page exists or another put of it is open.

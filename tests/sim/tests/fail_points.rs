@@ -113,7 +113,7 @@ const NODE: [FailPoint; 23] = [
     any("node.pins-never-expire", "Pins never expire."),
 ];
 
-const WIRE: [FailPoint; 46] = [
+const WIRE: [FailPoint; 47] = [
     any("wire.accept-damaged-frame", "A frame is accepted without verifying its checksum."),
     any("wire.accept-out-of-order-frame", "A frame is accepted without verifying its sequence number."),
     any("client.get-skips-checksum", "The client returns a page without verifying its checksums."),
@@ -151,6 +151,7 @@ const WIRE: [FailPoint; 46] = [
     any("client.range-skips-checksum", "The client returns a range without verifying its checksums."),
     any("node.serve-forgotten-held", "The node serves a forgotten page from a hold."),
     any("node.silent-writer-keeps-room", "Silent writers keep their room while others wait for it."),
+    any("node.idle-put-judged-alone", "A put without bytes is aborted while its writer sends those of another one."),
     any("node.line-forgets-callers", "A refused caller gets no place in the line."),
     any("node.time-told-too-short", "A refused caller is told to return at once."),
     any("node.refused-reads-told-together", "Refused reads of a connection are told to return at the same time."),

@@ -125,7 +125,7 @@ impl Account {
         self.progress.reader.lock().last_look = now();
     }
 
-    /// Records bytes that the client sent for its puts. Any byte proves that the writer is alive.
+    /// Records bytes that the client sent for its puts.
     pub(crate) fn record_received(&self, bytes: usize) {
         self.progress.writer.lock().record(bytes as u64, now());
     }
@@ -154,6 +154,11 @@ impl Account {
             return Ok(self.grant(&mut state, kind, bytes, now));
         }
         state.record_demand(self.connection, kind, now);
+        if kind == Kind::Puts
+            && let Some(own) = state.connections.get_mut(&self.connection)
+        {
+            own.put_refused = true;
+        }
         let retry_after = state.request_release_rate.time_for(now, overrun.max());
         let bound = match (overrun, state.connections.get(&self.connection)) {
             (Overrun { connection: 1.., .. }, _) => BusyBound::Connection,
@@ -278,6 +283,8 @@ impl Account {
             return Busy::after(PUT_RETRY_MAX);
         };
         let (tenant, used) = (connection.tenant, connection.used[kind as usize]);
+        let refused_by_tiers = !connection.put_refused;
+        let served = connection.served.filter(|_| refused_by_tiers);
         let connection_max = self.budget.connection_max[kind as usize];
         state.tenants.expire(now);
         let own = self.budget.overrun_behind(Ahead::default(), state, self.connection, kind, page_bytes);
@@ -298,9 +305,11 @@ impl Account {
             _ => own,
         };
         state.line.expire(now);
-        state.line.enter(self.connection, tenant, bytes, now);
+        state.line.enter(self.connection, (tenant, bytes), served, now);
         let time = match overrun.max() == 0 {
-            true => NO_ROOM_RETRY.max(state.line.waited(self.connection, now)),
+            true if refused_by_tiers => NO_ROOM_RETRY.max(state.line.waited(self.connection, now)),
+            // The room became free since the refusal.
+            true => PUT_RETRY_MIN,
             false => {
                 let time = self.time_for_room(state, tenant, (bytes, page_bytes), now);
                 // A caller that only its tenant's share refuses needs no place.

@@ -178,7 +178,7 @@ async fn caller_that_returns_early_keeps_the_time_of_its_promise() {
     let told = Duration::from_secs(10);
     let begin = now();
     while now() < begin + told {
-        line.enter(0, early, PAGE, now());
+        line.enter(0, (early, PAGE), None, now());
         line.keep_until(0, (now() + told, now() + 2 * told), true, now());
         sleep(Duration::from_millis(100)).await;
     }

@@ -55,7 +55,7 @@ pub(super) struct Line {
     by_connection: BTreeMap<u64, PlaceKey>,
     queue: PlaceQueue,
     arrivals: u64,
-    /// Turn of the last place that ended. A tenant without a place enters here.
+    /// Turn of the last place that was served. A tenant without a place enters here.
     turn: u64,
     /// No place is late before this time.
     late_first: Option<Instant>,
@@ -157,8 +157,15 @@ impl Line {
     }
 
     /// Gives a connection a place, or changes the bytes of the place that it has. If too few places
-    /// are free for all that were refused earlier, the connection queues.
-    pub(super) fn enter(&mut self, connection: u64, tenant: TenantNumber, bytes: u64, now: Instant) {
+    /// are free for all that were refused earlier, the connection queues. `served` is the refusal
+    /// of a place that ended with a grant, if the tiers had no room for its page.
+    pub(super) fn enter(
+        &mut self,
+        connection: u64,
+        (tenant, bytes): (TenantNumber, u64),
+        served: Option<Refused>,
+        now: Instant,
+    ) {
         if let Some(key) = self.by_connection.get(&connection)
             && let Some(place) = self.places.get_mut(key)
             && !place.is_served
@@ -170,7 +177,7 @@ impl Line {
         if fail_point!("node.line-forgets-callers") {
             return;
         }
-        let refused = self.queue.get(connection).unwrap_or_else(|| {
+        let refused = self.queue.get(connection).or(served).unwrap_or_else(|| {
             self.arrivals += 1;
             Refused { arrival: self.arrivals, since: now }
         });
@@ -277,17 +284,19 @@ impl Line {
     }
 
     /// Takes granted bytes off the connection's place, and ends the place with its last byte. Ends
-    /// the wait of a connection in the queue.
-    pub(super) fn record_grant(&mut self, connection: u64, bytes: u64) {
+    /// the wait of a connection in the queue. Returns the refusal of a place that ended.
+    pub(super) fn record_grant(&mut self, connection: u64, bytes: u64) -> Option<Refused> {
         self.queue.remove(connection);
-        let Some(key) = self.by_connection.get(&connection) else { return };
-        let Some(place) = self.places.get_mut(key) else { return };
+        let key = *self.by_connection.get(&connection)?;
+        let place = self.places.get_mut(&key)?;
         place.is_served = true;
-        if place.bytes <= bytes {
-            self.end_place(connection);
-        } else {
+        // A place that ends unserved moves nobody's turn.
+        self.turn = self.turn.max(key.0);
+        if place.bytes > bytes {
             place.bytes -= bytes;
+            return None;
         }
+        self.end_place(connection).map(|place| place.refused)
     }
 
     /// Ends the wait of a connection.
@@ -299,7 +308,9 @@ impl Line {
     fn end_place(&mut self, connection: u64) -> Option<Place> {
         let key = self.by_connection.remove(&connection)?;
         let place = self.places.remove(&key);
-        self.turn = if self.places.is_empty() { 0 } else { self.turn.max(key.0) };
+        if self.places.is_empty() {
+            self.turn = 0;
+        }
         place
     }
 

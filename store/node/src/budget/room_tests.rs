@@ -356,6 +356,7 @@ async fn caller_keeps_its_place_and_returns_less_often_while_the_arena_is_full()
     sleep(first).await;
     open.end(&holder);
     // The budget has room, but the arena has no free run of bytes for a page.
+    put(&caller).unwrap().release_unused();
     let told = caller.wait_in_line(PAGE, PAGE).retry_after;
     assert!(told >= first / 4, "{told:?} after {first:?}");
     sleep(told).await;
@@ -503,13 +504,34 @@ async fn second_place_of_a_tenant_comes_after_the_first_places_of_others() {
     let (many, single) = (tenants.join(Peer::Local, "many"), tenants.join(Peer::Local, "single"));
     let mut line = Line::default();
     for (connection, tenant) in [(0, many), (1, many), (2, single)] {
-        line.enter(connection, tenant, PAGE, now());
+        line.enter(connection, (tenant, PAGE), None, now());
     }
     // Both tenants are far below their shares.
     let ahead_of = |connection, tenant| {
         line.promised((connection, tenant), &tenants, 100 * PAGE, (now(), None)).bytes().of_all / PAGE
     };
     assert_eq!((ahead_of(0, many), ahead_of(2, single), ahead_of(1, many)), (0, 1, 2));
+}
+
+/// Before, each place that ended moved the turn, so that a newcomer came behind all places of a
+/// tenant whose callers left.
+#[tokio::test(start_paused = true)]
+async fn caller_that_leaves_unserved_moves_no_newcomer_back() {
+    let mut tenants = TenantTable::default();
+    let (many, newcomer) = (tenants.join(Peer::Local, "many"), tenants.join(Peer::Local, "newcomer"));
+    let mut line = Line::default();
+    (0..8).for_each(|connection| line.enter(connection, (many, PAGE), None, now()));
+    line.leave(7);
+    line.enter(8, (newcomer, PAGE), None, now());
+    let ahead = |line: &Line, connection, tenant| {
+        line.promised((connection, tenant), &tenants, 100 * PAGE, (now(), None)).bytes().of_all / PAGE
+    };
+    assert_eq!(ahead(&line, 8, newcomer), 1);
+    // A place that is served does: the next newcomer has no earlier turn.
+    line.leave(8);
+    (0..3).for_each(|connection| drop(line.record_grant(connection, PAGE)));
+    line.enter(9, (newcomer, PAGE), None, now());
+    assert_eq!((ahead(&line, 9, newcomer), ahead(&line, 3, many)), (0, 1));
 }
 
 #[tokio::test(start_paused = true)]
@@ -613,4 +635,50 @@ async fn share_counts_each_tenant_with_demand_once() {
     let refused = put(&accounts[6]).unwrap();
     drop((refused, accounts));
     assert_eq!(budget.status()["tenants"], 0);
+}
+
+/// Before, the 64 longest silent writers hid the others for as long as their devices could reach
+/// the memory of their aborted puts.
+#[tokio::test(start_paused = true)]
+async fn silent_writers_beyond_those_of_one_search_are_found_by_the_next() {
+    let budget = budget();
+    let silent: Vec<_> = (0..100).map(|number| account(&budget, &number.to_string())).collect();
+    let charges: Vec<_> = silent.iter().map(|writer| writer.charge(Kind::Puts, 4 * PAGE / 100).ok().unwrap()).collect();
+    sleep(Duration::from_secs(2)).await;
+    let caller = account(&budget, "caller");
+    let search = || caller.losing_writers(PAGE).iter().map(|writer| writer.connection).collect::<Vec<_>>();
+    let (first, second) = (search(), search());
+    assert_eq!(first.len(), 64);
+    let mut found = [first.as_slice(), &second].concat();
+    found.sort_unstable();
+    found.dedup();
+    assert_eq!(found, silent.iter().map(|writer| writer.connection()).collect::<Vec<_>>());
+    assert!(second.len() <= 64 && second[..36].iter().all(|number| !first.contains(number)));
+    drop(charges);
+    assert!(search().is_empty());
+}
+
+/// Before, the caller was told the time since its first refusal: the tiers were thought to refuse.
+#[tokio::test(start_paused = true)]
+async fn caller_whose_room_is_free_by_the_time_of_the_answer_returns_at_once() {
+    let budget = budget();
+    let open = Open::default();
+    let holder = account(&budget, "tenant");
+    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let caller = account(&budget, "tenant");
+    for _ in 0..30 {
+        assert!(!open.reserve(&caller));
+        caller.wait_in_line(PAGE, PAGE);
+        sleep(Duration::from_millis(100)).await;
+        holder.record_received(PROGRESS);
+    }
+    assert!(!open.reserve(&caller));
+    open.end(&holder);
+    let told = caller.wait_in_line(PAGE, PAGE).retry_after;
+    assert!(told <= Duration::from_millis(1), "{told:?}");
+    // The tiers refuse: the budget has granted the charge.
+    open.end(&holder);
+    put(&caller).unwrap().release_unused();
+    let told = caller.wait_in_line(PAGE, PAGE).retry_after;
+    assert!(told >= Duration::from_millis(20), "{told:?}");
 }

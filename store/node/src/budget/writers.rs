@@ -13,9 +13,10 @@ use std::ops::Bound;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-/// Bytes that count as progress of a writer, within [`SILENT_AFTER`]. Half the rate of the slowest
-/// link that a request may count on (64 KB/s). Otherwise a byte now and then would keep a page.
-pub(super) const PROGRESS_BYTES: u64 = 32 << 10;
+/// Bytes that count as progress of a writer, within [`SILENT_AFTER`]. An eighth of the slowest link
+/// that a request may count on (64 KB/s), because several connections may share it. Otherwise a
+/// byte now and then would keep a page.
+pub(super) const PROGRESS_BYTES: u64 = 8 << 10;
 /// Time without progress after which a writer may lose its reservations, if others want the room.
 pub(crate) const SILENT_AFTER: Duration = Duration::from_secs(1);
 /// Time for which memory of an aborted put stays exposed to its writer's RDMA device, if others
@@ -111,6 +112,11 @@ impl WriterProgress {
         self.unsealed -= self.unsealed.min(bytes);
     }
 
+    /// Time without any byte.
+    pub(super) fn quiet_for(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.last_byte)
+    }
+
     /// Time without progress.
     fn silence(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.last_progress)
@@ -131,7 +137,7 @@ impl WriterProgress {
             return ExpectedEnd::At((SILENT_AFTER + EXPOSED_MAX).saturating_sub(silence));
         }
         let silent = ExpectedEnd::At(SILENT_AFTER - silence);
-        if now.saturating_duration_since(self.last_byte) >= QUIET_AFTER {
+        if self.quiet_for(now) >= QUIET_AFTER {
             return silent;
         }
         match (self.bytes_per_second(), put_time) {
@@ -263,13 +269,23 @@ pub(crate) struct LosingWriter {
 /// behind: it has for each writer a time that is not later than its last progress. A search moves a
 /// writer back that made progress since. So it meets each writer at work at most once per
 /// [`SILENT_AFTER`], and otherwise silent ones only.
+///
+/// A silent writer stays in the order while its device may reach the memory of its aborted puts.
+/// [`LOSING_MAX`] of those must not hide the others, so each search begins behind the last one.
 #[derive(Default)]
 pub(super) struct WriterOrder {
-    all: BTreeSet<(Instant, u64)>,
-    by_tenant: BTreeMap<TenantNumber, BTreeSet<(Instant, u64)>>,
+    all: Order,
+    by_tenant: BTreeMap<TenantNumber, Order>,
     entries: BTreeMap<u64, (TenantNumber, Instant)>,
     #[cfg(test)]
     pub(super) visits: usize,
+}
+
+#[derive(Default)]
+struct Order {
+    writers: BTreeSet<(Instant, u64)>,
+    /// Last writer of the last search, if that found [`LOSING_MAX`].
+    searched: Option<(Instant, u64)>,
 }
 
 impl WriterOrder {
@@ -281,18 +297,18 @@ impl WriterOrder {
     }
 
     fn insert(&mut self, connection: u64, tenant: TenantNumber, progress: Instant) {
-        self.all.insert((progress, connection));
-        self.by_tenant.entry(tenant).or_default().insert((progress, connection));
+        self.all.writers.insert((progress, connection));
+        self.by_tenant.entry(tenant).or_default().writers.insert((progress, connection));
         self.entries.insert(connection, (tenant, progress));
     }
 
     /// Removes a connection without reserved pages.
     pub(super) fn remove(&mut self, connection: u64) {
         let Some((tenant, progress)) = self.entries.remove(&connection) else { return };
-        self.all.remove(&(progress, connection));
+        self.all.writers.remove(&(progress, connection));
         if let Some(of_tenant) = self.by_tenant.get_mut(&tenant) {
-            of_tenant.remove(&(progress, connection));
-            if of_tenant.is_empty() {
+            of_tenant.writers.remove(&(progress, connection));
+            if of_tenant.writers.is_empty() {
                 self.by_tenant.remove(&tenant);
             }
         }
@@ -306,12 +322,21 @@ impl WriterOrder {
 
     /// Next writer of a tenant, or of all, behind a position.
     fn next(&self, tenant: Option<TenantNumber>, after: Option<(Instant, u64)>) -> Option<(Instant, u64)> {
-        let writers = match tenant {
+        let order = match tenant {
             Some(tenant) => self.by_tenant.get(&tenant)?,
             None => &self.all,
         };
         let start = after.map_or(Bound::Unbounded, Bound::Excluded);
-        writers.range((start, Bound::Unbounded)).next().copied()
+        order.writers.range((start, Bound::Unbounded)).next().copied()
+    }
+
+    /// Position at which the last search ended, which the next one replaces.
+    fn searched(&mut self, tenant: Option<TenantNumber>) -> Option<&mut Option<(Instant, u64)>> {
+        let order = match tenant {
+            Some(tenant) => self.by_tenant.get_mut(&tenant)?,
+            None => &mut self.all,
+        };
+        Some(&mut order.searched)
     }
 }
 
@@ -399,8 +424,8 @@ impl BudgetState {
         first.is_some_and(|(since, _)| now.saturating_duration_since(since) >= SILENT_AFTER)
     }
 
-    /// Silent writers other than `connection`, the longest silence first, at most [`LOSING_MAX`].
-    /// `tenant` limits them to one tenant.
+    /// Silent writers other than `connection`, at most [`LOSING_MAX`]: the longest silence first,
+    /// but those that the last search found come last. `tenant` limits them to one tenant.
     pub(super) fn silent_writers(
         &mut self,
         connection: u64,
@@ -411,13 +436,21 @@ impl BudgetState {
         if fail_point!("node.silent-writer-keeps-room") {
             return silent;
         }
-        let mut last = None;
+        let begin = self.writers_order.searched(tenant).and_then(Option::take);
+        let mut last = begin;
+        let mut from_the_first = begin.is_none();
         for _ in 0..VISITS_MAX {
-            let Some((since, number)) = self.writers_order.next(tenant, last) else { break };
+            let next = self.writers_order.next(tenant, last);
             // All others made progress later.
-            if now.saturating_duration_since(since) < SILENT_AFTER || silent.len() == LOSING_MAX {
-                break;
-            }
+            let next = next.filter(|(since, _)| now.saturating_duration_since(*since) >= SILENT_AFTER);
+            let Some((since, number)) = next.filter(|next| !from_the_first || begin.is_none_or(|begin| *next <= begin))
+            else {
+                if from_the_first {
+                    break;
+                }
+                (last, from_the_first) = (None, true);
+                continue;
+            };
             #[cfg(test)]
             {
                 self.writers_order.visits += 1;
@@ -431,6 +464,12 @@ impl BudgetState {
             last = Some((since, number));
             if number != connection {
                 silent.push(LosingWriter { connection: number, is_silent: true });
+            }
+            if silent.len() == LOSING_MAX {
+                if let Some(searched) = self.writers_order.searched(tenant) {
+                    *searched = last;
+                }
+                break;
             }
         }
         silent

@@ -19,9 +19,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
-/// Minimum pace while others need the memory: half of the rate that requests are promised to pass
-/// at, because bytes of a slow link arrive in lumps.
-const BYTES_PER_SECOND_MIN: u64 = 32 << 10;
+/// Minimum pace while others need the memory: an eighth of the rate that requests are promised to
+/// pass at. Several connections may share a slow link, and its bytes arrive in lumps.
+const BYTES_PER_SECOND_MIN: u64 = 8 << 10;
 /// Time over which the pace is measured, at least.
 const WINDOW: Duration = Duration::from_secs(1);
 /// Minimum time between two searches for one tenant, or for all. Each looks at all tracked bodies.

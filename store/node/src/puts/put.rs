@@ -54,6 +54,7 @@ pub struct Put {
     /// exposed stays counted.
     draining: Mutex<Option<PutReservation>>,
     last_activity: Mutex<Instant>,
+    reserved_at: Instant,
     /// Connection that its bytes are charged to.
     writer: Option<u64>,
 }
@@ -69,6 +70,7 @@ impl Put {
     ) -> Put {
         let lengths: Vec<usize> = page.part_bytes.iter().map(|&bytes| bytes as usize).collect();
         let parts = memory.into_parts(&lengths).into_iter().map(PartState::Open).collect();
+        let reserved_at = now();
         Put {
             id,
             page,
@@ -77,7 +79,8 @@ impl Put {
             progress: OrderedWatch::new(Progress::Open(0)),
             reservation: Mutex::new(Some(reservation)),
             draining: Mutex::new(None),
-            last_activity: Mutex::new(now()),
+            last_activity: Mutex::new(reserved_at),
+            reserved_at,
             writer,
         }
     }
@@ -145,7 +148,7 @@ impl Put {
     /// that are new.
     ///
     /// The number is a claim. It only grows, up to the length of the part, so a client gains no
-    /// more time by it than by bytes that it trickles.
+    /// more time by it than by bytes that it trickles. Once the put was aborted, it gains none.
     pub(crate) fn record_written(&self, part: usize, bytes: u32) -> usize {
         let length = self.part_bytes(part).unwrap_or(0) as u32;
         let mut parts = self.parts.lock();
@@ -153,7 +156,7 @@ impl Put {
         let before = std::mem::replace(written, bytes.min(length).max(*written));
         let new = *written - before;
         drop(parts);
-        if new > 0 {
+        if new > 0 && !self.is_draining() {
             self.record_activity();
         }
         new as usize
@@ -214,7 +217,7 @@ impl Put {
         is_valid
     }
 
-    /// Records that bytes of a part arrived. A put is idle only without any.
+    /// Records that bytes of a part arrived.
     pub(crate) fn record_activity(&self) {
         *self.last_activity.lock() = now();
     }
@@ -307,6 +310,11 @@ impl Put {
 
     pub(super) fn is_idle(&self, now: Instant, timeout: Duration) -> bool {
         now.saturating_duration_since(*self.last_activity.lock()) > timeout
+    }
+
+    /// Returns `true` if the put was reserved longer than `time` ago.
+    pub(super) fn is_older(&self, now: Instant, time: Duration) -> bool {
+        now.saturating_duration_since(self.reserved_at) > time
     }
 
     /// Returns the page's facts and payload, or `None` if a part has not landed.

@@ -26,9 +26,9 @@ use tokio::time::sleep;
 
 /// Time in which the slow network carries one page.
 const PAGE_TIME: Duration = Duration::from_secs(12);
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(180);
 /// Number of the keys that the checks put, from 0.
-const KEYS: u64 = 9;
+const KEYS: u64 = 12;
 
 /// Time after which a node does not expect puts to take as long as those before.
 const PACE_AGE_MAX: Duration = Duration::from_secs(6);
