@@ -7,10 +7,10 @@
 //! - A buffer returns to the pool when its page is dropped. The next owner may find old bytes in
 //!   it.
 //! - The checksums of a [`SealedPage`] are as old as its content. Nothing computes them again from
-//!   bytes that have lain in memory since.
+//!   bytes that have lain in memory since: a put of the page uses them too.
 
 use half::{bf16, f16};
-use larder_format::{KvDtype, Mismatch, PageGeometry, PageOrigin, PayloadVerifier, chunk_crcs};
+use larder_format::{KvDtype, Mismatch, PageGeometry, PageMeta, PageOrigin, PayloadVerifier, chunk_crcs};
 use larder_kernels::cpu::{HeadLayout, KvElement};
 use std::fmt;
 use std::ops::{Deref, Range};
@@ -245,8 +245,14 @@ impl SealedPage {
             crcs.extend(chunk_crcs(part));
             rest = tail;
         }
+        Self::with_crcs(page, crcs)
+    }
+
+    /// Seals a page that this engine has just filled, with the checksums that it computed of each
+    /// part once the part was full, in order. Does not read the bytes.
+    pub fn with_crcs(page: KvPage, chunk_crcs: Vec<u32>) -> Self {
         let unknown = OnceLock::new;
-        Self { page, chunk_crcs: crcs, origin: unknown(), unconfirmed_origin: unknown(), is_received: false }
+        Self { page, chunk_crcs, origin: unknown(), unconfirmed_origin: unknown(), is_received: false }
     }
 
     /// Keeps a page with the checksums that came with it. Does not read the bytes.
@@ -280,6 +286,20 @@ impl SealedPage {
     /// Records the source of the page in the store. A source that is known already stays.
     pub fn set_origin(&self, origin: PageOrigin) {
         let _ = self.origin.set(origin);
+    }
+
+    /// Parts of the page, in order, with the checksums of their chunks. Does not verify them. Where
+    /// the table of checksums is too short, a part has too few.
+    pub fn parts(&self) -> impl Iterator<Item = (&[u8], &[u32])> {
+        let mut bytes: &[u8] = self.page.as_ref();
+        let mut crcs: &[u32] = &self.chunk_crcs;
+        self.page.pool.part_bytes.iter().map(move |&length| {
+            let (part, later_parts) = bytes.split_at(length as usize);
+            let (own, later_crcs) = crcs.split_at(PageMeta::chunks_of(length).min(crcs.len()));
+            bytes = later_parts;
+            crcs = later_crcs;
+            (part, own)
+        })
     }
 
     /// Compares the bytes with the checksums. Costs one pass over the page.
@@ -401,6 +421,29 @@ mod tests {
         let short = SealedPage::received(page, PageSeal { chunk_crcs: seal.chunk_crcs[1..].to_vec(), origin });
         short.set_origin(PageOrigin { run: 2, generation: 3 });
         assert!(short.verify().is_err() && short.origin() == origin && short.is_received());
+    }
+
+    #[test]
+    fn parts_keep_their_checksums_when_the_page_is_damaged() {
+        let pool = KvPool::new(geometry(2, 1), 2);
+        let mut page = pool.allocate().unwrap();
+        page.as_mut().fill(7);
+        let mut sealed = SealedPage::compute(page);
+        let crcs = |sealed: &SealedPage| sealed.parts().flat_map(|(_, crcs)| crcs.to_vec()).collect::<Vec<u32>>();
+        let intact = |sealed: &SealedPage| {
+            let is_intact = |(bytes, crcs): (&[u8], &[u32])| chunk_crcs(bytes).eq(crcs.iter().copied());
+            sealed.parts().map(is_intact).collect::<Vec<bool>>()
+        };
+        assert_eq!((crcs(&sealed), intact(&sealed)), (sealed.chunk_crcs.clone(), vec![true; 3]));
+        let bytes: &[u8] = sealed.page.as_ref();
+        assert_eq!(sealed.parts().flat_map(|(bytes, _)| bytes.to_vec()).collect::<Vec<u8>>(), bytes);
+        let last = sealed.page.as_ref().len() - 1;
+        sealed.page.as_mut()[last] ^= 1;
+        assert_eq!((crcs(&sealed), intact(&sealed)), (sealed.chunk_crcs.clone(), vec![true, true, false]));
+        // A table that is too short is no panic.
+        let short = SealedPage::with_crcs(pool.allocate().unwrap(), vec![0]);
+        assert_eq!(short.parts().map(|(_, crcs)| crcs.len()).collect::<Vec<usize>>(), [1, 0, 0]);
+        assert!(short.verify().is_err());
     }
 
     #[test]

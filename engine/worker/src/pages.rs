@@ -102,13 +102,12 @@ impl SequencePages {
         true
     }
 
-    /// Counts `tokens` as computed and seals the pages that they complete. `adopt` may replace a
-    /// sealed page by an identical one that is cached already. Returns the indices of the completed
-    /// pages.
+    /// Counts `tokens` as computed and seals the pages that they complete. `seal` may return an
+    /// identical page that is cached already. Returns the indices of the completed pages.
     pub(crate) fn advance(
         &mut self,
         tokens: usize,
-        mut adopt: impl FnMut(usize, Arc<SealedPage>) -> Arc<SealedPage>,
+        mut seal: impl FnMut(usize, KvPage) -> Arc<SealedPage>,
     ) -> Range<usize> {
         let first = self.computed / self.page_tokens;
         self.computed += tokens;
@@ -117,9 +116,7 @@ impl SequencePages {
         let tail = self.slots.split_off(first.min(self.slots.len()));
         for (index, slot) in (first..).zip(tail) {
             self.slots.push(match slot {
-                PageSlot::Open(page) if index < whole => {
-                    PageSlot::Sealed(adopt(index, Arc::new(SealedPage::compute(page))))
-                }
+                PageSlot::Open(page) if index < whole => PageSlot::Sealed(seal(index, page)),
                 other => other,
             });
         }
@@ -155,8 +152,12 @@ mod tests {
         KvPool::new(geometry, pages)
     }
 
+    fn seal(_index: usize, page: KvPage) -> Arc<SealedPage> {
+        Arc::new(SealedPage::compute(page))
+    }
+
     fn sealed(pool: &Arc<KvPool>) -> Arc<SealedPage> {
-        Arc::new(SealedPage::compute(pool.allocate().unwrap()))
+        seal(0, pool.allocate().unwrap())
     }
 
     #[test]
@@ -166,13 +167,13 @@ mod tests {
         pages.add_loaded(1, sealed(&pool));
         assert_eq!(pages.span(11), 4, "up to the page that is there");
         assert!(pages.ensure_capacity(4, || pool.allocate()));
-        assert_eq!(pages.advance(4, |_, page| page), 0..1);
+        assert_eq!(pages.advance(4, seal), 0..1);
         assert_eq!(pages.next_page(), Some(1));
         let page = pages.take_loaded(1).unwrap();
         pages.push_sealed(page);
         assert_eq!((pages.computed(), pages.span(11)), (8, 3));
         assert!(pages.ensure_capacity(3, || pool.allocate()));
-        assert_eq!(pages.advance(3, |_, page| page), 2..2, "the last page is not whole");
+        assert_eq!(pages.advance(3, seal), 2..2, "the last page is not whole");
         assert_eq!(pages.next_page(), None);
         assert!(pages.sealed(1).is_some() && pages.sealed(2).is_none());
         pages.clear();

@@ -3,6 +3,8 @@
 //! Invariants:
 //! - A part is written only when all its layers hold all tokens of the page.
 //! - No page with a value that is not finite is committed.
+//! - Each part leaves with the checksums that also seal its page in L1. They are computed once,
+//!   when the part is full. So the store refuses a page that was damaged in memory since.
 //! - The written bytes are identical on every engine (see batch invariance in
 //!   docs/internals/engines.md).
 //! - Nothing here waits for the network.
@@ -13,7 +15,7 @@ use crate::commits::Commits;
 use crate::metrics::Metrics;
 use crate::store::{OpenPut, PageStore, PutSource};
 use larder_client::{NewPage, PutOutcome};
-use larder_format::{PageGeometry, PageKey, PageOrigin};
+use larder_format::{PageGeometry, PageKey, PageOrigin, chunk_crcs};
 use larder_model::{Chunk, KvPage, LayerHooks, SealedPage};
 use std::collections::HashSet;
 use std::ops::Range;
@@ -93,15 +95,12 @@ impl Publisher {
     }
 
     /// Puts a page of L1 that the store lacks, after `attempts` puts without success. The caller
-    /// MUST have verified it just now: the client computes new checksums from these bytes.
+    /// has verified it just now. The node refuses a page that is damaged by then, but does not tell
+    /// why the put was lost.
     pub(crate) fn put_copy(&self, page: NewPage, content: &Arc<SealedPage>, attempts: u32) -> JoinHandle<PutOutcome> {
         let source = PutSource::Copy { origin: content.copy_origin() };
         let mut put = self.store.put(page.clone(), source, Instant::now() + self.limit);
-        let pool_page: &KvPage = content;
-        let payload: &[u8] = pool_page.as_ref();
-        for (part, (range, _)) in self.parts.entries.iter().enumerate() {
-            put.write_part(part, &payload[range.clone()]);
-        }
+        write_parts(&mut *put, content);
         self.finish(page, put, content, attempts)
     }
 
@@ -163,6 +162,13 @@ impl Publisher {
     }
 }
 
+/// Writes all parts of a page of L1, with the checksums that it has had since it was sealed.
+fn write_parts(put: &mut dyn OpenPut, content: &SealedPage) {
+    for (part, (bytes, crcs)) in content.parts().enumerate() {
+        put.write_part(part, bytes, crcs);
+    }
+}
+
 /// Notes the end of a put at its page. Reports a page that the store has not taken, for another
 /// put. Counts it where none can follow.
 fn settle(ended: Unpublished, origin: Option<PageOrigin>, unpublished: &flume::Sender<Unpublished>, metrics: &Metrics) {
@@ -196,7 +202,15 @@ pub(crate) struct CompletingPage {
     pub(crate) page: usize,
     pub(crate) put: Box<dyn OpenPut>,
     /// False once the pass has written a value into it that is not finite.
-    pub(crate) is_usable: bool,
+    is_usable: bool,
+    /// Checksums of the parts so far. Parts end in order.
+    crcs: Vec<u32>,
+}
+
+impl CompletingPage {
+    pub(crate) fn new(chunk: usize, page: usize, put: Box<dyn OpenPut>) -> Self {
+        Self { chunk, page, put, is_usable: true, crcs: Vec::new() }
+    }
 }
 
 /// Hooks of the forward pass that write parts as their last layers finish. Network transfer thus
@@ -215,7 +229,10 @@ impl LayerHooks for PublishHooks {
                 let payload: &[u8] = page.as_ref();
                 completing.is_usable &= page.is_finite_in(range.clone());
                 if completing.is_usable {
-                    completing.put.write_part(part, &payload[range.clone()]);
+                    let bytes = &payload[range.clone()];
+                    let first = completing.crcs.len();
+                    completing.crcs.extend(chunk_crcs(bytes));
+                    completing.put.write_part(part, bytes, &completing.crcs[first..]);
                 }
             }
         }
@@ -228,6 +245,16 @@ impl PublishHooks {
     pub(crate) fn found_unusable(&self, chunk: usize) -> bool {
         self.pages.iter().any(|page| page.chunk == chunk && !page.is_usable)
     }
+
+    /// Seals a page that the pass has completed, once. A page with a put gets the checksums of its
+    /// parts. They are computed here for a page without.
+    pub(crate) fn seal(&mut self, chunk: usize, index: usize, page: KvPage) -> SealedPage {
+        let completing = self.pages.iter_mut().find(|own| own.chunk == chunk && own.page == index);
+        match completing {
+            Some(completing) => SealedPage::with_crcs(page, std::mem::take(&mut completing.crcs)),
+            None => SealedPage::compute(page),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -236,16 +263,17 @@ mod tests {
     use crate::api::Role;
     use futures::future::BoxFuture;
     use larder_format::KvDtype;
-    use larder_model::{KvPool, LogitRows, PageSlot};
+    use larder_model::{KvPool, LogitRows, PageSeal, PageSlot};
     use larder_runtime::lock::Mutex;
 
-    type RecordedParts = Arc<Mutex<Vec<(usize, Vec<u8>)>>>;
+    /// Number, bytes and checksums of each part.
+    type RecordedParts = Arc<Mutex<Vec<(usize, Vec<u8>, Vec<u32>)>>>;
 
     struct Recorder(RecordedParts);
 
     impl OpenPut for Recorder {
-        fn write_part(&mut self, part: usize, bytes: &[u8]) {
-            self.0.lock().push((part, bytes.to_vec()));
+        fn write_part(&mut self, part: usize, bytes: &[u8], crcs: &[u32]) {
+            self.0.lock().push((part, bytes.to_vec(), crcs.to_vec()));
         }
 
         fn commit(self: Box<Self>, _deadline: Instant) -> BoxFuture<'static, (PutOutcome, Option<PageOrigin>)> {
@@ -270,10 +298,8 @@ mod tests {
         let batch = [Chunk { tokens: &[1], position: 7, pages: &mut slots, logits: LogitRows::None }];
         let parts = RecordedParts::default();
         let put = Box::new(Recorder(parts.clone()));
-        let mut hooks = PublishHooks {
-            parts: Arc::new(PartTable::new(&GEOMETRY)),
-            pages: vec![CompletingPage { chunk: 0, page: 1, put, is_usable: true }],
-        };
+        let mut hooks =
+            PublishHooks { parts: Arc::new(PartTable::new(&GEOMETRY)), pages: vec![CompletingPage::new(0, 1, put)] };
         let mut sent = Vec::new();
         for layer in 0..5 {
             hooks.layer_done(layer, &batch);
@@ -292,9 +318,50 @@ mod tests {
         let (hooks, parts, sent) = run_hooks(page, pool.allocate().unwrap());
         assert_eq!(sent, [0, 1, 1, 2, 3]);
         let parts = parts.lock();
-        assert_eq!(parts.iter().map(|(part, _)| *part).collect::<Vec<_>>(), [0, 1, 2]);
-        assert_eq!(parts.iter().flat_map(|(_, bytes)| bytes.clone()).collect::<Vec<_>>(), expected);
+        assert_eq!(parts.iter().map(|(part, ..)| *part).collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(parts.iter().flat_map(|(_, bytes, _)| bytes.clone()).collect::<Vec<_>>(), expected);
+        assert!(parts.iter().all(|(_, bytes, crcs)| chunk_crcs(bytes).eq(crcs.iter().copied())));
         assert!(!hooks.found_unusable(0));
+    }
+
+    fn filled(pool: &Arc<KvPool>) -> KvPage {
+        let mut page = pool.allocate().unwrap();
+        page.fill_with(|| 1.0);
+        page
+    }
+
+    fn page_crcs(sealed: &SealedPage) -> Vec<u32> {
+        sealed.parts().flat_map(|(_, crcs)| crcs.to_vec()).collect()
+    }
+
+    fn put_crcs(parts: &RecordedParts) -> Vec<u32> {
+        parts.lock().iter().flat_map(|(_, _, crcs)| crcs.clone()).collect()
+    }
+
+    #[test]
+    fn completed_page_is_sealed_with_the_checksums_of_its_put() {
+        let pool = KvPool::new(GEOMETRY, 2);
+        let (mut hooks, parts, _) = run_hooks(filled(&pool), filled(&pool));
+        let mut damaged = filled(&pool);
+        damaged.as_mut()[0] ^= 1;
+        let sealed = hooks.seal(0, 1, damaged);
+        assert_eq!(page_crcs(&sealed), put_crcs(&parts));
+        assert!(sealed.verify().is_err(), "a bit flipped between the put and the seal");
+        assert_eq!(hooks.seal(0, 0, filled(&pool)).verify(), Ok(()), "a page without a put");
+    }
+
+    #[test]
+    fn copy_damaged_after_its_verification_is_put_with_its_first_checksums() {
+        let pool = KvPool::new(GEOMETRY, 2);
+        let good = SealedPage::compute(filled(&pool));
+        let mut page = filled(&pool);
+        page.as_mut()[0] ^= 1;
+        let damaged = SealedPage::received(page, PageSeal { chunk_crcs: page_crcs(&good), origin: None });
+        let parts = RecordedParts::default();
+        write_parts(&mut Recorder(parts.clone()), &damaged);
+        assert_eq!(put_crcs(&parts), page_crcs(&good));
+        let is_intact = |(_, bytes, crcs): &(usize, Vec<u8>, Vec<u32>)| chunk_crcs(bytes).eq(crcs.iter().copied());
+        assert_eq!(parts.lock().iter().map(is_intact).collect::<Vec<_>>(), [false, true, true]);
     }
 
     #[test]

@@ -91,8 +91,9 @@ pub trait PageStore: Send + Sync + 'static {
 }
 
 pub trait OpenPut: Send {
-    /// Writes a copy of part `part`. MUST NOT wait for the network.
-    fn write_part(&mut self, part: usize, bytes: &[u8]);
+    /// Writes a copy of part `part`, with the CRC-32 of each of its chunks. The store takes no page
+    /// whose bytes do not match them. MUST NOT wait for the network.
+    fn write_part(&mut self, part: usize, bytes: &[u8], crcs: &[u32]);
 
     /// Seals the page. The outcome tells if the store holds it. Decode engines may only follow
     /// pages that it holds. The origin is that of the store's page, if the store has said it.
@@ -106,11 +107,12 @@ struct ClientPut {
 }
 
 impl OpenPut for ClientPut {
-    fn write_part(&mut self, part: usize, bytes: &[u8]) {
+    fn write_part(&mut self, part: usize, bytes: &[u8], crcs: &[u32]) {
         // Copy: the page stays in L1 and may be evicted before the node has read it.
         let mut copy = self.client.buffer(bytes.len());
         copy.copy_from_slice(bytes);
-        self.put.part(part, copy.freeze());
+        // The caller's checksums: those of the copy would hide damage from before it.
+        self.put.part_with_crcs(part, copy.freeze(), crcs.to_vec());
     }
 
     fn commit(self: Box<Self>, deadline: Instant) -> BoxFuture<'static, (PutOutcome, Option<PageOrigin>)> {

@@ -41,6 +41,34 @@ async fn damaged_l1_page_is_never_put() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn part_damaged_after_its_checksums_is_put_again_from_l1() {
+    let tokens = prompt(89, LEN);
+    let keys = &page_keys(&tokens, PAGE)[..PAGES];
+    let other = MemoryStore::new();
+    prefill(&engine(Role::Prefill, &other).await, &tokens, CacheMode::All).await;
+    let store = MemoryStore::new();
+    let prefiller = engine(Role::Prefill, &store).await;
+    // Puts of computed pages, then puts of copies from L1.
+    for copies in [0, PAGES] {
+        store.flip_bits_in_puts(true);
+        let damaged = prefill(&prefiller, &tokens, CacheMode::All).await;
+        assert_eq!((damaged.pages_l1 as usize, damaged.pages_lost as usize), (copies, PAGES));
+        assert_eq!(store.len(), 0, "the store took damaged bytes");
+        store.flip_bits_in_puts(false);
+        let patience = Instant::now() + Duration::from_secs(30);
+        while store.len() < PAGES {
+            assert!(Instant::now() < patience, "the engine puts its pages again");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        for key in keys {
+            assert_eq!(store.page(key), other.page(key));
+        }
+        store.clear();
+    }
+    assert_eq!(metric(&prefiller, "larder_engine_l1_corrupt_pages_total").await, 0.0, "L1 was intact");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn scrub_drops_a_damaged_page_without_a_request() {
     let store = MemoryStore::new();
     let tokens = prompt(82, LEN);

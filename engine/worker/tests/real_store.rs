@@ -4,10 +4,11 @@ mod common;
 
 use common::real::*;
 use common::*;
-use larder_client::{Client, ClientOptions, StoreUrl};
-use larder_format::page_keys;
+use larder_client::{Client, ClientOptions, NewPage, PutOutcome, StoreUrl};
+use larder_format::{PageKey, chunk_crcs, page_keys};
 use larder_node::{Node, NodeOptions};
 use larder_worker::api::{CacheMode, EngineInfo};
+use larder_worker::store::{PageStore, PutSource};
 use larder_worker::{Engine, Role};
 use std::net::SocketAddr;
 use std::path::Path;
@@ -89,6 +90,30 @@ async fn node_restarting_empty_leaves_answers_unchanged() {
     let fresh = attached(Role::Decode, &second).await;
     let answer = decode(&fresh, &request).await;
     assert_eq!((answer.tokens, answer.start.pages_l2 as usize), (expected, PAGES));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn node_refuses_a_part_that_was_damaged_after_its_checksums() {
+    let node = node(any_port()).await;
+    let engine = attached(Role::Prefill, &node).await;
+    let namespace = engine.info().descriptor.clone();
+    let parts = namespace.geometry.part_table();
+    let url = format!("larder://{}/", node.addr()).parse().unwrap();
+    let client = Client::attach(url, Some(namespace), ClientOptions::default());
+    assert!(client.ready(Duration::from_secs(60)).await);
+    let store: &dyn PageStore = &client;
+    let soon = || Instant::now() + Duration::from_secs(30);
+    for (damage, expected) in [(1u8, PutOutcome::Lost), (0, PutOutcome::Stored), (1, PutOutcome::AlreadyThere)] {
+        let page = NewPage { key: PageKey::chain(None, &[1]), parent: PageKey::NONE, position: 0 };
+        let mut put = store.put(page, PutSource::Computed, soon());
+        for (part, &length) in parts.iter().enumerate() {
+            let mut bytes = vec![7u8; length as usize];
+            let crcs: Vec<u32> = chunk_crcs(&bytes).collect();
+            bytes[part] ^= damage;
+            put.write_part(part, &bytes, &crcs);
+        }
+        assert_eq!(put.commit(soon()).await.0, expected);
+    }
 }
 
 async fn durable_node(dir: &Path, listen: SocketAddr) -> Node {

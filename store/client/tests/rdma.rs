@@ -574,6 +574,12 @@ fn wrong_or_late_writes_fail_their_own_put_only() {
         raw.send(&Request::Cancel(reserve)).await;
         raw.reserve(6).await;
         drop(raw);
+        // A part that was damaged after its client computed the checksums.
+        let mut damaged = client.put(page(7), soon());
+        let crcs = larder_format::chunk_crcs(part(&payload(7), 0)).collect();
+        damaged.part_with_crcs(0, Bytes::copy_from_slice(part(&payload(9), 0)), crcs);
+        damaged.part(1, Bytes::copy_from_slice(part(&payload(7), 1)));
+        assert_eq!(damaged.commit(soon()).await, PutOutcome::Lost);
         assert_eq!(client.stats().corrupt, 0);
         finish(node, client).await;
     });

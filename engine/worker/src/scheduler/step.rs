@@ -12,6 +12,7 @@ use crate::sequence::{RequestKind, Sequence};
 use larder_client::PutOutcome;
 use larder_model::{Chunk, LogitRows};
 use rayon::prelude::*;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Maximum tokens of a prompt in one step if the logits of all of them are needed. A row of a large
@@ -153,7 +154,7 @@ impl Scheduler {
                     None => self.context.publisher.open(page_of(&sequence.keys, page)),
                 };
                 if end >= (page + 1) * page_tokens {
-                    hooks.pages.push(CompletingPage { chunk, page, put, is_usable: true });
+                    hooks.pages.push(CompletingPage::new(chunk, page, put));
                 } else {
                     sequence.puts.insert(page, put);
                 }
@@ -176,7 +177,7 @@ impl Scheduler {
         jobs.into_par_iter().map(SamplingJob::run).collect()
     }
 
-    fn apply_results(&mut self, granted: &[PlannedChunk], hooks: PublishHooks, logits: Vec<Vec<f32>>) {
+    fn apply_results(&mut self, granted: &[PlannedChunk], mut hooks: PublishHooks, logits: Vec<Vec<f32>>) {
         let mut ended = Vec::new();
         let mut unusable = Vec::new();
         let mut refused = Vec::new();
@@ -205,6 +206,7 @@ impl Scheduler {
             let keys = &sequence.keys;
             let radix = &mut self.radix;
             let whole = sequence.pages.advance(plan.tokens, |index, page| {
+                let page = Arc::new(hooks.seal(chunk, index, page));
                 if uses_l1 && index < private_from {
                     radix.insert(keys[index], parent_key(keys, index), page)
                 } else {

@@ -87,6 +87,7 @@ struct Inner {
     down: bool,
     lose_puts: bool,
     flip_bits: bool,
+    flip_bits_in_puts: bool,
     forgotten: HashMap<PageKey, u64>,
     commit_delay: Duration,
     lookup_delay: Duration,
@@ -169,6 +170,12 @@ impl MemoryStore {
         self.inner.lock().flip_bits = flip;
     }
 
+    /// Flips a bit of each part after the engine has written it and before the store verifies it:
+    /// damage in the memory of the client, or on the link.
+    pub fn flip_bits_in_puts(&self, flip: bool) {
+        self.inner.lock().flip_bits_in_puts = flip;
+    }
+
     pub fn page(&self, key: &PageKey) -> Option<Vec<u8>> {
         self.inner.lock().pages.get(key).map(|page| page.bytes.clone())
     }
@@ -197,7 +204,8 @@ struct MemoryPut {
     source: PutSource,
     /// Origin that a later put of the same bytes states.
     origin: Option<PageOrigin>,
-    parts: Vec<Vec<u8>>,
+    /// Bytes and checksums of each part.
+    parts: Vec<(Vec<u8>, Vec<u32>)>,
 }
 
 impl Inner {
@@ -332,9 +340,13 @@ impl Drop for MemoryPut {
 }
 
 impl OpenPut for MemoryPut {
-    fn write_part(&mut self, part: usize, bytes: &[u8]) {
+    fn write_part(&mut self, part: usize, bytes: &[u8], crcs: &[u32]) {
         assert_eq!(part, self.parts.len(), "each part once");
-        self.parts.push(bytes.to_vec());
+        let mut copy = bytes.to_vec();
+        if self.store.inner.lock().flip_bits_in_puts {
+            copy[77] ^= 4;
+        }
+        self.parts.push((copy, crcs.to_vec()));
     }
 
     fn commit(self: Box<Self>, _deadline: Instant) -> BoxFuture<'static, (PutOutcome, Option<PageOrigin>)> {
@@ -345,7 +357,12 @@ impl OpenPut for MemoryPut {
             if inner.down || inner.lose_puts {
                 return (PutOutcome::Lost, self.origin);
             }
-            let bytes = self.parts.concat();
+            let bytes: Vec<u8> = self.parts.iter().flat_map(|(bytes, _)| bytes).copied().collect();
+            let page_crcs: Vec<u32> = self.parts.iter().flat_map(|(_, crcs)| crcs).copied().collect();
+            // As a node does, it takes only bytes that match the checksums of their writer.
+            if !self.parts.iter().all(|(bytes, crcs)| chunk_crcs(bytes).eq(crcs.iter().copied())) {
+                return (PutOutcome::Lost, self.origin);
+            }
             if let Some(present) = inner.pages.get(&self.key) {
                 // Batch invariance: a page is bit-identical wherever it is computed.
                 assert!(present.bytes == bytes, "two engines computed different bytes for one page");
@@ -358,8 +375,7 @@ impl OpenPut for MemoryPut {
             }
             inner.generation += 1;
             let generation = inner.generation;
-            let chunk_crcs = self.parts.iter().flat_map(|part| chunk_crcs(part)).collect();
-            inner.pages.insert(self.key, StoredPage { bytes, chunk_crcs, generation });
+            inner.pages.insert(self.key, StoredPage { bytes, chunk_crcs: page_crcs, generation });
             let origin = inner.origin(generation);
             drop(inner);
             self.store.changed.send_modify(|n| *n += 1);

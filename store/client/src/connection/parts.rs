@@ -31,22 +31,23 @@ pub(crate) fn sends_location(connection: &Connection, bytes: &[u8]) -> bool {
     location_of(connection, bytes).is_some()
 }
 
-/// Sends a part the cheapest way. Returns `None` if the part is lost, or if the queue has no room
-/// for it before `deadline`.
+/// Sends a part the cheapest way, with `crcs` or, without them, with checksums of its bytes now.
+/// Returns `None` if the part is lost, or if the queue has no room for it before `deadline`.
 pub(crate) async fn send_part<P: PartSource>(
     connection: &Arc<Connection>,
     put: Entry,
     part: u32,
     bytes: P,
+    crcs: Option<Vec<u32>>,
     deadline: Instant,
 ) -> Option<SentPart<P>> {
-    let bytes = match write_part(connection, put, part, bytes, deadline).await {
+    let bytes = match write_part(connection, put, part, bytes, crcs.as_deref(), deadline).await {
         PartWrite::Written => return Some(SentPart::Written),
         PartWrite::Lost => return None,
         PartWrite::Unavailable(bytes) => bytes,
     };
     // The node compares its copy with these, so they are computed over the caller's bytes.
-    let crcs = chunk_crcs(bytes.as_ref()).collect();
+    let crcs = crcs.unwrap_or_else(|| chunk_crcs(bytes.as_ref()).collect());
     match location_of(connection, bytes.as_ref()) {
         Some(location) => {
             let message = Request::Part { put, part, crcs, bytes: location };

@@ -97,7 +97,7 @@ impl Drop for WriteInProgress {
 }
 
 /// Writes a part by RDMA if the node has granted that. Bytes in registered memory are written from
-/// there, others from a copy.
+/// there, others from a copy. Without `crcs`, it computes the checksums from the bytes.
 ///
 /// At `deadline`, or if the future is dropped, the write ends when the device is done with the
 /// requests that it has. The memory and the guards stay until then.
@@ -106,6 +106,7 @@ pub(super) async fn write_part<P: PartSource>(
     put: Entry,
     part: u32,
     bytes: P,
+    crcs: Option<&[u32]>,
     deadline: Instant,
 ) -> PartWrite<P> {
     let Some(WritablePart { channel, grant, devices }) = connection.rdma().take_part(put, part) else {
@@ -114,11 +115,18 @@ pub(super) async fn write_part<P: PartSource>(
     let shared = bytes.shared();
     let mut block = None;
     let crcs = if channel.reaches(&shared) {
-        chunk_crcs(&shared).collect()
+        crcs.map_or_else(|| chunk_crcs(&shared).collect(), <[u32]>::to_vec)
     } else {
         // The node takes an unused grant back when the part arrives another way.
         let Some(copy) = devices.memory.allocate(shared.len()) else { return PartWrite::Unavailable(bytes) };
-        copy_with_crcs(&shared, block.insert(copy))
+        let copy = block.insert(copy);
+        match crcs {
+            Some(crcs) => {
+                copy.copy_from_slice(&shared);
+                crcs.to_vec()
+            }
+            None => copy_with_crcs(&shared, copy),
+        }
     };
     let write = WriteInProgress::begin(connection, put.request);
     let (waits, stopped) = oneshot::channel::<()>();

@@ -4,6 +4,7 @@
 //! - The node hears of every put that does not reach its commit, because it may have granted a
 //!   reservation whose answer was lost.
 //! - Parts that wait in this client count against its put budget.
+//! - Checksums that come with a part stay with it. Nothing computes them again from its bytes.
 
 use super::durations::{RETRY_DEFAULT, milliseconds, retry_delay};
 use crate::budget::{PutBudget, ReservedBytes};
@@ -11,7 +12,7 @@ use crate::client::Client;
 use crate::connection::{Connection, OpenParts, PartSource, SentPart, cancel_puts, open_parts, send_part};
 use crate::stats::{Counters, count};
 use bytes::Bytes;
-use larder_format::{PageKey, PageOrigin, chunk_crcs};
+use larder_format::{CHUNK_BYTES, PageKey, PageOrigin, chunk_crcs};
 use larder_runtime::{fail_point, now};
 use larder_wire::{CommitOutcome, Entry, Request, ReserveOutcome, Reserved, Response, VERSION_COPIES};
 use serde::{Deserialize, Serialize};
@@ -98,7 +99,12 @@ impl AsRef<[u8]> for BudgetedPart {
 }
 
 enum PutStep {
-    Part { part: usize, bytes: BudgetedPart },
+    Part {
+        part: usize,
+        bytes: BudgetedPart,
+        /// Checksums from the caller. `None`: the client computes them when it needs them.
+        crcs: Option<Vec<u32>>,
+    },
     Commit(oneshot::Sender<PutEnd>),
 }
 
@@ -218,7 +224,25 @@ impl PagePut {
     /// - the part was passed before;
     /// - the page has no such part of that length.
     pub fn part(&mut self, part: usize, bytes: Bytes) {
-        let expected = self.parts_left.get_mut(part).filter(|left| **left > 0 && **left as usize == bytes.len());
+        self.pass(part, bytes, None);
+    }
+
+    /// Like [`PagePut::part`], with the CRC-32 (IEEE) of each 64 KiB of the part, in order, the
+    /// shorter rest included. [`PagePut::part`] computes them later, when it sends the bytes.
+    ///
+    /// Bytes that differ from `crcs` never become a page: the node verifies each part on arrival,
+    /// and aborts the put. The commit then returns [`PutOutcome::Lost`]. Other requests of the
+    /// connection go on. The put is also lost if the number of checksums is wrong.
+    ///
+    /// If the node has the page already, it compares the checksums and not the bytes.
+    pub fn part_with_crcs(&mut self, part: usize, bytes: Bytes, crcs: Vec<u32>) {
+        self.pass(part, bytes, Some(crcs));
+    }
+
+    fn pass(&mut self, part: usize, bytes: Bytes, crcs: Option<Vec<u32>>) {
+        let covers_part = crcs.as_ref().is_none_or(|crcs| crcs.len() == bytes.len().div_ceil(CHUNK_BYTES));
+        let is_expected = |left: &&mut u32| covers_part && **left > 0 && **left as usize == bytes.len();
+        let expected = self.parts_left.get_mut(part).filter(is_expected);
         let (Some(left), Some(reserved)) = (expected, self.budget.reserve(bytes.len())) else {
             // Closes the channel, which aborts the put at the node.
             self.steps = None;
@@ -226,8 +250,9 @@ impl PagePut {
         };
         *left = 0;
         if let Some(steps) = &self.steps {
+            let bytes = BudgetedPart { bytes, _reserved: reserved };
             // A failed send means that the put has ended; the commit reports it.
-            let _ = steps.send(PutStep::Part { part, bytes: BudgetedPart { bytes, _reserved: reserved } });
+            let _ = steps.send(PutStep::Part { part, bytes, crcs });
         }
     }
 
@@ -368,11 +393,13 @@ async fn send_parts(open: &mut CancelOnDrop<'_>, queue: &mut StepQueue, deadline
     let mut shared_parts = Vec::new();
     while let Some(step) = next_step(queue).await {
         match step {
-            PutStep::Part { part, bytes } => match send_part(connection, put, part as u32, bytes, deadline).await {
-                Some(SentPart::Location(bytes)) => shared_parts.push(bytes),
-                Some(SentPart::Payload | SentPart::Written) => {}
-                None => return drain(queue, PutOutcome::Lost).await,
-            },
+            PutStep::Part { part, bytes, crcs } => {
+                match send_part(connection, put, part as u32, bytes, crcs, deadline).await {
+                    Some(SentPart::Location(bytes)) => shared_parts.push(bytes),
+                    Some(SentPart::Payload | SentPart::Written) => {}
+                    None => return drain(queue, PutOutcome::Lost).await,
+                }
+            }
             PutStep::Commit(reply) => {
                 let answer = connection.request(&Request::Commit(vec![put]), deadline).await;
                 open.is_armed = answer.is_none();
@@ -434,16 +461,16 @@ async fn compare_parts(
     queue: &mut StepQueue,
     deadline: Instant,
 ) -> Ended {
-    let mut crcs: Vec<Option<Vec<u32>>> = vec![None; parts];
+    let mut page_crcs: Vec<Option<Vec<u32>>> = vec![None; parts];
     while let Some(step) = queue.recv().await {
         match step {
-            PutStep::Part { part, bytes } => {
-                if let Some(slot) = crcs.get_mut(part) {
-                    *slot = Some(chunk_crcs(bytes.as_ref()).collect());
+            PutStep::Part { part, bytes, crcs } => {
+                if let Some(slot) = page_crcs.get_mut(part) {
+                    *slot = Some(crcs.unwrap_or_else(|| chunk_crcs(bytes.as_ref()).collect()));
                 }
             }
             PutStep::Commit(reply) => {
-                let whole: Option<Vec<Vec<u32>>> = crcs.into_iter().collect();
+                let whole: Option<Vec<Vec<u32>>> = page_crcs.into_iter().collect();
                 let end = match whole {
                     Some(whole) => compare(connection, key, whole.concat(), deadline).await,
                     None => (PutOutcome::Lost, None),

@@ -320,7 +320,7 @@ impl Batch<'_> {
     async fn send_page(&self, index: usize) -> Option<usize> {
         let mut payload_bytes = 0;
         for (part, bytes) in (0..).zip(&*self.pages[index].1) {
-            match send_part(self.connection, self.entry(index), part, bytes.clone(), self.deadline).await? {
+            match send_part(self.connection, self.entry(index), part, bytes.clone(), None, self.deadline).await? {
                 SentPart::Payload => payload_bytes += bytes.len(),
                 // The batch keeps its pages until it has ended, so the location stays valid.
                 SentPart::Location(_) | SentPart::Written => {}

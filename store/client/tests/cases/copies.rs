@@ -3,7 +3,7 @@
 
 use super::*;
 use larder_client::PageDescription;
-use larder_format::PageOrigin;
+use larder_format::{PageOrigin, chunk_crcs};
 use larder_wire::VERSION_COPIES;
 
 fn page(number: u32) -> NewPage {
@@ -21,6 +21,23 @@ async fn put_described(client: &Client, number: u32, options: PutOptions) -> Opt
 async fn put_copy(client: &Client, number: u32, origin: Option<PageOrigin>) -> (PutOutcome, Option<PageOrigin>) {
     let mut put = client.put_copy(page(number), origin, PutOptions::default(), soon());
     parts(&payload(number)).into_iter().enumerate().for_each(|(part, bytes)| put.part(part, bytes));
+    put.commit_described(soon()).await
+}
+
+/// Puts `bytes` as a copy of a page, with the checksums of the page's own bytes.
+async fn put_with_crcs(
+    client: &Client,
+    number: u32,
+    origin: Option<PageOrigin>,
+    bytes: &[u8],
+) -> (PutOutcome, Option<PageOrigin>) {
+    let mut put = client.put_copy(page(number), origin, PutOptions::default(), soon());
+    for (part, (bytes, good)) in parts(bytes).into_iter().zip(parts(&payload(number))).enumerate() {
+        // A node on this machine copies from there.
+        let mut buffer = client.buffer(bytes.len());
+        buffer.copy_from_slice(&bytes);
+        put.part_with_crcs(part, buffer.freeze(), chunk_crcs(&good).collect());
+    }
     put.commit_described(soon()).await
 }
 
@@ -72,6 +89,50 @@ async fn copy_of_a_page_that_was_not_forgotten_is_stored() {
     let (outcome, newer) = put_copy(&client, 1, origin).await;
     assert_eq!((outcome, get(&client, &[1]).await[0].0 == payload(1)), (PutOutcome::Stored, true));
     assert!(newer.unwrap().generation > origin.unwrap().generation);
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn copy_damaged_after_its_checksums_fails_its_own_put_only() {
+    let node = Node::start(options(None)).await.unwrap();
+    // One connection carries the damaged parts and all other requests.
+    let client = attach_over(1, &[&node], 1).await;
+    let origin = put_and_expire(&client, 1).await;
+    let follow = client.follow(key(2), vec![0u8; geometry().page_bytes()], soon());
+    settles(&node, "/readers_waiting", 1).await;
+    let good = payload(1);
+    for at in [0, good.len() / 2, good.len() - 1] {
+        let mut damaged = good.clone();
+        damaged[at] ^= 0x10;
+        assert_eq!(put_with_crcs(&client, 1, origin, &damaged).await, (PutOutcome::Lost, origin), "byte {at}");
+        assert!(!exists(&client, 1).await, "byte {at}");
+    }
+    assert_eq!(node.status()["counters"]["parts_corrupt"], 3);
+    put_described(&client, 2, PutOptions::default()).await;
+    let (bytes, end) = follow.finish().await;
+    assert!(end == FollowEnd::Sealed && bytes == payload(2), "a request from before the damage goes on");
+
+    let (outcome, stored) = put_with_crcs(&client, 1, origin, &good).await;
+    assert_eq!((outcome, get(&client, &[1]).await[0].0 == good), (PutOutcome::Stored, true));
+    // The checksums tell that the writer means this page.
+    let mut damaged = good.clone();
+    damaged[0] ^= 0x10;
+    assert_eq!(put_with_crcs(&client, 1, stored, &damaged).await, (PutOutcome::AlreadyThere, stored));
+    assert_eq!((get(&client, &[1]).await[0].0 == good, client.stats().corrupt), (true, 0));
+    node.shutdown().await;
+}
+
+#[tokio::test]
+async fn put_with_a_wrong_number_of_checksums_is_lost() {
+    let node = Node::start(options(None)).await.unwrap();
+    let client = attach(&[&node], 1).await;
+    for count in [0, 2] {
+        let mut put = client.put(page(1), soon());
+        put.part_with_crcs(0, parts(&payload(1))[0].clone(), vec![0; count]);
+        assert_eq!(put.commit(soon()).await, PutOutcome::Lost, "{count} checksums");
+    }
+    settles(&node, "/puts_open", 0).await;
+    assert_eq!(node.status()["counters"]["parts_corrupt"], 0, "the client sent none of them");
     node.shutdown().await;
 }
 
