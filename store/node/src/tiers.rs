@@ -354,7 +354,9 @@ impl Tiers {
         let stamp = self.changes.stamp(id);
         if let Some(page) = self.l2.get(id) {
             // All tiers expire a page by the same clock: L3 need not be asked.
-            return if self.is_live(page.expires_unix_ms()) { PageLocation::InL2(page) } else { PageLocation::Absent };
+            let is_live = self.is_live(page.expires_unix_ms());
+            let is_found = is_live && !fail_point!("node.lookup-misses-now-and-then", 1 in 25);
+            return if is_found { PageLocation::InL2(page) } else { PageLocation::Absent };
         }
         if let Some(page) = self.writeback.get(id).filter(|page| self.is_live(page.expires_unix_ms())) {
             return PageLocation::BeingWritten(page);

@@ -15,13 +15,21 @@
 thread_local! {
     // A simulation runs on one thread, and several simulations run on threads of one process.
     static ACTIVE: std::cell::Cell<Option<&'static str>> = const { std::cell::Cell::new(None) };
+    /// Evaluations of an active fail point with turns since its activation.
+    static EVALUATIONS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
 /// Evaluates to `true` while the fail point of that name is active on this thread.
+///
+/// With `1 in n` behind the name, only every n-th evaluation is `true`, for a defect that shows now
+/// and then. The count starts with the activation, so a seed replays.
 #[macro_export]
 macro_rules! fail_point {
     ($name:literal) => {
         $crate::fail::is_active($name)
+    };
+    ($name:literal, 1 in $turns:literal) => {
+        $crate::fail::is_turn($name, $turns)
     };
 }
 
@@ -49,16 +57,37 @@ pub const fn is_active(_name: &'static str) -> bool {
     false
 }
 
+/// The implementation of [`fail_point!`] with turns.
+#[cfg(feature = "fail-points")]
+#[doc(hidden)]
+pub fn is_turn(name: &'static str, turns: u64) -> bool {
+    if !is_active(name) {
+        return false;
+    }
+    let evaluations = EVALUATIONS.get() + 1;
+    EVALUATIONS.set(evaluations);
+    evaluations.is_multiple_of(turns)
+}
+
+/// The implementation of [`fail_point!`] with turns.
+#[cfg(not(feature = "fail-points"))]
+#[doc(hidden)]
+#[inline(always)]
+pub const fn is_turn(_name: &'static str, _turns: u64) -> bool {
+    false
+}
+
 /// Runs `work` with a fail point active on this thread, and restores the previous state afterwards,
 /// also after a panic.
 #[cfg(feature = "fail-points")]
 pub fn with<T>(name: &'static str, work: impl FnOnce() -> T) -> T {
-    struct Restore(Option<&'static str>);
+    struct Restore(Option<&'static str>, u64);
     impl Drop for Restore {
         fn drop(&mut self) {
             ACTIVE.set(self.0);
+            EVALUATIONS.set(self.1);
         }
     }
-    let _restore = Restore(ACTIVE.replace(Some(name)));
+    let _restore = Restore(ACTIVE.replace(Some(name)), EVALUATIONS.replace(0));
     work()
 }

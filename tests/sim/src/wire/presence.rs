@@ -5,6 +5,8 @@
 //! evicted meanwhile, which is legal and counted.
 //!
 //! A node that has just started is exempt: its clients may not have connected yet.
+//!
+//! The fail point `node.lookup-misses-now-and-then` is the control of this check.
 
 use super::model::RequestTime;
 use super::{Cluster, address};
