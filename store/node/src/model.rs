@@ -149,21 +149,29 @@ pub(crate) fn page(arena: &Arc<Arena>, number: u8, generation: u64, bytes: usize
     (PageMeta { generation, ..meta }, slot.freeze())
 }
 
+/// A page of one part, to reserve.
+pub(crate) fn reserved(number: u8) -> Reserved {
+    let key = id(number).key;
+    Reserved { key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![PAGE as u32], copy_of: None }
+}
+
 /// Reserves a page of one part.
 pub(crate) fn reserve(store: &Store, number: u8) -> Result<Arc<Put>, ReserveOutcome> {
-    let key = id(number).key;
-    let page =
-        Reserved { key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![PAGE as u32], copy_of: None };
-    store.reserve(id(number), page)
+    store.reserve(id(number), reserved(number))
+}
+
+/// Lands the part of a put, filled with `byte`.
+pub(crate) fn land(put: &Put, byte: u8) {
+    let mut part = put.take_part(0, PAGE).unwrap();
+    part.fill(byte);
+    let crcs = chunk_crcs(&part).collect();
+    assert!(put.land(0, part, crcs));
 }
 
 /// Reserves a page and lands its part, filled with `byte`.
 pub(crate) fn open_put(store: &Store, number: u8, byte: u8) -> Arc<Put> {
     let put = reserve(store, number).unwrap_or_else(|refusal| panic!("page {number}: {refusal:?}"));
-    let mut part = put.take_part(0, PAGE).unwrap();
-    part.fill(byte);
-    let crcs = chunk_crcs(&part).collect();
-    assert!(put.land(0, part, crcs));
+    land(&put, byte);
     put
 }
 

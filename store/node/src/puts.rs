@@ -281,18 +281,24 @@ impl Puts {
         }
     }
 
-    /// Aborts a put on the node's initiative. The writer has not been told. Does nothing to a
-    /// sealed put.
+    /// Aborts a put on the node's initiative. The writer has not been told. Returns `false`, and
+    /// does nothing, if the put has ended.
     ///
     /// Parts that the writer may access by RDMA stay exposed until it is done or silent for long. A
     /// write to a revoked grant would break its channel and every transfer there.
-    pub(crate) fn abort_unannounced(&self, put: &Arc<Put>) {
-        let Some(reservation) = put.take_reservation() else { return };
-        if put.discard(reservation) {
+    pub(crate) fn abort_unannounced(&self, put: &Arc<Put>) -> bool {
+        // The reservation decides who ends the put. A commit may end an open one after this look.
+        let was_open = race_point!("node.abort-after-unlock") && matches!(put.progress(), Progress::Open(_));
+        let reservation = put.take_reservation();
+        if reservation.is_none() && !was_open {
+            return false;
+        }
+        if reservation.is_some_and(|reservation| put.discard(reservation)) {
             self.state.lock().draining.entry(put.writer()).or_default().push(Arc::downgrade(put));
         }
         self.metrics.puts_aborted.inc();
         self.close(put, Progress::Aborted);
+        true
     }
 
     /// Aborts puts that received nothing for longer than `timeout`, if `is_silent` says that their
@@ -351,6 +357,11 @@ impl Puts {
                 let newest = self.state.lock().newest_of(writer.connection, generation_end);
                 let Some(put) = newest else { break };
                 generation_end = put.generation();
+                // Its commit may have come meanwhile.
+                if !self.abort_unannounced(&put) {
+                    continue;
+                }
+                self.metrics.puts_taken_back.inc();
                 if let Some(puts) = self.taken_back_lines.record() {
                     let key = put.id.key;
                     tracing::warn!(
@@ -359,8 +370,6 @@ impl Puts {
                          tenants had more than their share"
                     );
                 }
-                self.abort_unannounced(&put);
-                self.metrics.puts_taken_back.inc();
             }
             exposed
                 .iter()
@@ -401,7 +410,9 @@ impl Puts {
             // Each abort takes the lock itself, and a retired table has many entries to free.
             drop(state);
             drop(retired);
-            open.iter().for_each(|put| self.abort_unannounced(put));
+            for put in &open {
+                self.abort_unannounced(put);
+            }
         }
     }
 

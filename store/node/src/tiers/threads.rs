@@ -1,18 +1,19 @@
 //! Models of L2 over L3, of puts and of holds.
 
 use super::{PageLocation, StampedLocation, Tiers};
+use crate::budget::LosingWriter;
 use crate::holds::Holds;
 use crate::model::{
-    PAGE, block_on, explore, finds, id, open_put, options, page, put, reserve, soon, store, store_with_log,
+    block_on, explore, finds, id, land, open_put, options, page, put, reserve, reserved, soon, store, store_with_log,
 };
 use crate::options::NodeOptions;
 use crate::page::PageShapes;
+use crate::places::Peer;
 use crate::policy::WritePolicy;
-use crate::puts::Presence;
+use crate::puts::{Presence, Progress};
 use crate::store::Store;
-use larder_format::chunk_crcs;
 use larder_memory::Arena;
-use larder_wire::{ReserveOutcome, TierCode};
+use larder_wire::{CommitOutcome, ReserveOutcome, TierCode};
 use shuttle::thread;
 use std::sync::Arc;
 
@@ -24,6 +25,10 @@ fn assert_forgotten(tiers: &Tiers, number: u8) {
 impl Tiers {
     fn policy_generation(&self, number: u8) -> Option<u64> {
         self.state.lock().policy.generation(&id(number))
+    }
+
+    fn bytes_in_flight(&self) -> u64 {
+        self.state.lock().policy.in_flight_bytes()
     }
 }
 
@@ -50,6 +55,42 @@ fn threads_never_seal_a_put_after_a_forget_that_found_it_open() {
 #[test]
 fn threads_find_a_commit_that_a_forget_overtakes() {
     finds("node.commit-after-unlock", commit_beside_forget);
+}
+
+/// The commit of a silent writer arrives while the node takes the room of its put for others. One
+/// of them ends the put, and its room returns once.
+fn commit_beside_take_back(arena: &Arc<Arena>) {
+    let store = store(arena);
+    let account = store.budget().open().unwrap();
+    account.set_tenant(Peer::Local, "a");
+    let put = store.reserve_for(&account, id(1), &reserved(1), true).unwrap();
+    land(&put, 7);
+    let writer = thread::spawn({
+        let (store, put) = (store.clone(), put.clone());
+        move || store.puts().commit(&put)
+    });
+    let silent = LosingWriter { connection: account.connection(), is_silent: true };
+    store.puts().take_back(&[silent], |_| true);
+    let is_stored = writer.join().unwrap() == CommitOutcome::Stored;
+    let taken_back = store.metrics().puts_taken_back.get();
+    assert_eq!(taken_back, u64::from(!is_stored), "both ended the put, or none");
+    assert_eq!(put.progress(), if is_stored { Progress::Sealed } else { Progress::Aborted });
+    let page = store.tiers().get_l2(&id(1));
+    assert_eq!(page.is_some(), is_stored, "the answer of the commit");
+    assert!(page.is_none_or(|page| page.payload.iter().all(|&byte| byte == 7)));
+    // A second return would have panicked: the put's bytes are all that is reserved.
+    assert!(store.tiers().bytes_in_flight() == 0 && account.is_idle(), "the room of the put did not return");
+    assert_eq!(store.puts().counts(), (0, 0));
+}
+
+#[test]
+fn threads_end_a_put_once_when_its_room_is_taken_during_its_commit() {
+    explore(commit_beside_take_back);
+}
+
+#[test]
+fn threads_find_an_abort_that_trusts_the_progress_of_a_put() {
+    finds("node.abort-after-unlock", commit_beside_take_back);
 }
 
 /// A hold that begins beside a forget does not keep the page readable for others.
@@ -265,10 +306,7 @@ fn reserve_beside_put(arena: &Arc<Arena>) {
         let store = store.clone();
         move || {
             let put = reserve(&store, 1)?;
-            let mut part = put.take_part(0, PAGE).unwrap();
-            part.fill(7);
-            let crcs = chunk_crcs(&part).collect();
-            assert!(put.land(0, part, crcs));
+            land(&put, 7);
             Ok::<_, ReserveOutcome>(store.puts().commit(&put))
         }
     });
