@@ -23,6 +23,7 @@ use super::entry::{Fingerprint, PackedEntry};
 use super::segment_reads::SegmentReads;
 use hashbrown::HashTable;
 use larder_format::PageId;
+use larder_runtime::race_point;
 use larder_runtime::sync::{MODELLED, RwLock, RwLockReadGuard};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -307,9 +308,17 @@ impl SharedIndex {
 
     /// Points an entry to another record of its put. The page counts as unused from then on.
     pub(super) fn relocate(&self, slot: u32, segment: u32, offset: u64, number: u64) {
+        let at = position_of(slot);
         let mut shard = self.shard(slot).write();
-        self.unset_used(&shard, position_of(slot));
-        shard.entry_mut(position_of(slot)).move_to(segment, offset, number);
+        self.unset_used(&shard, at);
+        if race_point!("log.relocate-after-unlock") {
+            // In two steps, as the entry of a replaced put. The position stays: it was freed last.
+            let entry = shard.remove(at);
+            drop(shard);
+            shard = self.shard(slot).write();
+            shard.insert(entry);
+        }
+        shard.entry_mut(at).move_to(segment, offset, number);
     }
 
     pub(super) fn remove(&self, slot: u32) -> PackedEntry {

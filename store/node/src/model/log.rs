@@ -1,4 +1,5 @@
-//! Models of the log: readers beside the reuse of segments, forgets beside writes, and the close.
+//! Models of the log: readers beside the reuse of segments and beside copies, forgets beside
+//! writes, and the close.
 
 use super::{MemoryDevice, block_on, explore, finds, id, log_options, page, soon};
 use larder_log::{L3, L3Error};
@@ -8,6 +9,8 @@ use std::sync::Arc;
 
 /// Payload of which one segment holds one.
 const LARGE: usize = 900 << 10;
+/// Segments of a log that copies pages, at least.
+const SEGMENTS: u64 = 4;
 
 fn open(arena: &Arc<Arena>, segments: u64) -> (L3, Arc<MemoryDevice>) {
     let device = MemoryDevice::new();
@@ -55,6 +58,52 @@ fn threads_find_a_segment_reused_under_a_read() {
 #[test]
 fn threads_find_a_read_that_is_counted_after_its_unlock() {
     finds("log.read-counted-after-unlock", read_beside_recycling);
+}
+
+/// A used page is found and read at every moment of its copy to a younger segment, and of the
+/// reclaim of its old one.
+fn read_beside_copy_forward(arena: &Arc<Arena>) {
+    /// Smallest multiple of 64 KiB for which a segment with a large payload has no room.
+    const NEXT: usize = 128 << 10;
+    let (l3, _) = open(arena, SEGMENTS);
+    write(&l3, arena, 1, 1, 4096).unwrap();
+    // The first of these stands in the segment of page 1. The others fill two more.
+    (2..5).for_each(|number| write(&l3, arena, number, number.into(), LARGE).unwrap());
+    let original = l3.lookup(&id(1)).expect("written");
+    // A page that was never used would be evicted.
+    assert!(block_on(l3.read_at(&original, soon())).unwrap().is_some());
+    let reader = thread::spawn({
+        let l3 = l3.clone();
+        move || {
+            for _ in 0..4 {
+                let found = l3.lookup(&id(1)).expect("a lookup missed a page that is there all the time");
+                for location in [found, original] {
+                    let read = block_on(l3.read_at(&location, soon())).unwrap();
+                    let (_, payload) = read.expect("a read missed a page that is there all the time");
+                    assert!(payload.iter().all(|&byte| byte == 1), "the bytes of another page");
+                }
+            }
+        }
+    });
+    // It opens the last segment, and so begins the reclaim of the first one.
+    write(&l3, arena, 5, 5, NEXT).unwrap();
+    while l3.stats().segments_prepared <= SEGMENTS {
+        thread::yield_now();
+    }
+    reader.join().unwrap();
+    let stats = l3.stats();
+    assert_eq!((stats.copied_forward_pages, stats.evicted_pages, stats.corrupt), (1, 1, 0));
+    assert!(l3.lookup(&id(1)).is_some_and(|copy| copy != original), "the page was copied");
+}
+
+#[test]
+fn threads_find_and_read_a_page_at_every_moment_of_its_copy() {
+    explore(read_beside_copy_forward);
+}
+
+#[test]
+fn threads_find_a_copy_that_becomes_current_in_two_steps() {
+    finds("log.relocate-after-unlock", read_beside_copy_forward);
 }
 
 /// A page whose write had begun when it was forgotten stays forgotten.
