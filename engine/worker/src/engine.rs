@@ -244,8 +244,8 @@ async fn launch(
         .map_err(EngineError::Thread)?;
     // Not in the task tracker: it ends with `stop`, and shutdown need not wait for it.
     tokio::spawn(watch_store(store, metrics.clone(), stop.clone()));
-    tokio::spawn(republish::run(unpublished_pages, sender.clone(), metrics, stop.clone()));
-    tokio::spawn(scrub::run(sender, geometry.page_bytes(), stop.clone()));
+    tokio::spawn(republish::run(unpublished_pages, sender.clone(), metrics.clone(), stop.clone()));
+    tokio::spawn(scrub::run(sender, geometry.page_bytes(), metrics, stop.clone()));
     let server = http_server(options.http, &app);
     let server = tokio::spawn(server.serve(listener, http::router(app.clone()), stop.clone(), SHUTDOWN_STEP_TIMEOUT));
     Ok(EngineHandle { address, app, registration: None, scheduler: Some(thread), server: Some(server), stop, tasks })

@@ -86,6 +86,7 @@ pub struct Metrics {
     pub(crate) l1_pages_free: Gauge,
     pub(crate) l1_pages_cached: Gauge,
     pub(crate) l1_pages_corrupt: Counter,
+    pub(crate) l1_pages_scrubbed: Counter,
     pub(crate) l1_pages_forgotten: Counter,
     pub(crate) suspect_pages: Counter,
     pub(crate) unpublished_pages: Gauge,
@@ -148,6 +149,12 @@ impl Metrics {
                 r,
                 "l1_corrupt_pages",
                 "Pages dropped from L1 because their bytes did not match their checksums",
+                Counter::default(),
+            ),
+            l1_pages_scrubbed: add(
+                r,
+                "l1_scrubbed_pages",
+                "Pages of L1 that the background scrub verified, each once per round",
                 Counter::default(),
             ),
             l1_pages_forgotten: add(

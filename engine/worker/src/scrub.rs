@@ -5,10 +5,11 @@
 //! - The scrub reads at most [`SCRUB_BYTES_PER_SECOND`], however fast the machine is.
 //! - A reference of the scrub keeps no page from eviction.
 
+use crate::metrics::Metrics;
 use crate::scheduler::SchedulerEvent;
 use larder_format::PageKey;
 use larder_model::SealedPage;
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
@@ -31,7 +32,12 @@ fn batch(page_bytes: usize) -> (usize, Duration) {
 
 /// Verifies all cached pages in turn until `stop` is cancelled. Reports the damaged ones to the
 /// scheduler, which drops them.
-pub(crate) async fn run(events: flume::Sender<SchedulerEvent>, page_bytes: usize, stop: CancellationToken) {
+pub(crate) async fn run(
+    events: flume::Sender<SchedulerEvent>,
+    page_bytes: usize,
+    metrics: Arc<Metrics>,
+    stop: CancellationToken,
+) {
     let (count, pause) = batch(page_bytes);
     let mut last = None;
     while tokio::time::timeout(pause, stop.cancelled()).await.is_err() {
@@ -45,18 +51,29 @@ pub(crate) async fn run(events: flume::Sender<SchedulerEvent>, page_bytes: usize
         let Some(pages) = pages else { return };
         // The end of the keys: begin again.
         last = pages.last().map(|(key, _)| *key).filter(|_| pages.len() == count);
-        let damaged = tokio::task::spawn_blocking(move || damaged(pages)).await.unwrap_or_default();
+        let (verified, damaged) = tokio::task::spawn_blocking(move || verify(pages)).await.unwrap_or_default();
         for key in damaged {
             if events.send_async(SchedulerEvent::Damaged(key)).await.is_err() {
                 return;
             }
         }
+        // After the reports. The scheduler handles them before it answers the next batch.
+        metrics.l1_pages_scrubbed.inc_by(verified);
     }
 }
 
-fn damaged(pages: Vec<(PageKey, Weak<SealedPage>)>) -> Vec<PageKey> {
-    let is_damaged = |page: &Weak<SealedPage>| page.upgrade().is_some_and(|page| page.verify().is_err());
-    pages.into_iter().filter(|(_, page)| is_damaged(page)).map(|(key, _)| key).collect()
+/// Verifies the pages that L1 still has. Returns their number, and the damaged ones.
+fn verify(pages: Vec<(PageKey, Weak<SealedPage>)>) -> (u64, Vec<PageKey>) {
+    let mut verified = 0;
+    let mut damaged = Vec::new();
+    for (key, page) in pages {
+        let Some(page) = page.upgrade() else { continue };
+        verified += 1;
+        if page.verify().is_err() {
+            damaged.push(key);
+        }
+    }
+    (verified, damaged)
 }
 
 #[cfg(test)]

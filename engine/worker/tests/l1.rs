@@ -84,6 +84,7 @@ async fn scrub_drops_a_damaged_page_without_a_request() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert!(caches(&second, 0).await, "the scrub finds every damaged page");
+    assert!(scrubs_l1(&first, PAGES).await, "the scrub verifies intact pages");
     assert_eq!(metric(&first, "larder_engine_l1_corrupt_pages_total").await, 0.0);
     assert_eq!(first.state().l1_pages_cached as usize, PAGES, "intact pages stay");
 }

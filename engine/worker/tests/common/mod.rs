@@ -510,3 +510,22 @@ pub async fn caches(engine: &EngineHandle, pages: usize) -> bool {
     }
     engine.state().l1_pages_cached as usize == pages
 }
+
+/// Waits up to a minute until the scrub has verified each page that L1 caches, at least `pages`,
+/// and the engine knows the result. Returns `false` on timeout.
+pub async fn scrubs_l1(engine: &EngineHandle, pages: usize) -> bool {
+    const VERIFIED: &str = "larder_engine_l1_scrubbed_pages_total";
+    let until = Instant::now() + Duration::from_secs(60);
+    let before = metric(engine, VERIFIED).await;
+    while Instant::now() < until {
+        let cached = engine.state().l1_pages_cached as usize;
+        // Three rounds: the first may have begun earlier, and the third begins after the scheduler
+        // has handled the reports of the second.
+        if cached >= pages && metric(engine, VERIFIED).await >= before + 3.0 * cached as f64 {
+            return true;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    eprintln!("{:?}", engine.state());
+    false
+}
