@@ -1,20 +1,23 @@
-//! Large pages over a slow link: a proxy between client and node limits the rate of each direction.
+//! Large pages over a slow link: a proxy between client and node limits the rate of each direction,
+//! for each connection or for all together.
 //!
 //! The proxy's socket buffers are small. Otherwise the kernel would take a page at once, and hide
 //! the rate from both ends.
 
 use bytes::Bytes;
 use larder_client::{
-    Client, ClientOptions, FollowEnd, Member, NewPage, PutOptions, PutOutcome, StoreUrl, Tier, Transport,
+    Client, ClientOptions, DEFAULT_CONNECTIONS, FollowEnd, Member, NewPage, PutOptions, PutOutcome, StoreUrl, Tier,
+    Transport,
 };
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
 use larder_node::{Node, NodeOptions};
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::task::JoinHandle;
 
 const RATE: usize = 2_500_000;
 /// Lowest rate at which a link counts as fast enough, in bytes per second.
@@ -53,53 +56,117 @@ async fn node_with(options: NodeOptions) -> Node {
     Node::start(options).await.unwrap()
 }
 
-/// A link to `node` that carries at most `rate` bytes per second in each direction.
+/// Rate of one direction of a link, in bytes per second.
+struct Pace {
+    rate: usize,
+    /// Time at which the link has carried all bytes so far.
+    free_at: Mutex<Instant>,
+}
+
+impl Pace {
+    fn new(rate: usize) -> Arc<Pace> {
+        Arc::new(Pace { rate, free_at: Mutex::new(Instant::now()) })
+    }
+
+    /// Waits until the link has carried `bytes`, behind those of the connections that share it.
+    async fn carry(&self, bytes: usize) {
+        let due = {
+            let mut free_at = self.free_at.lock().unwrap();
+            *free_at = (*free_at).max(Instant::now()) + Duration::from_secs_f64(bytes as f64 / self.rate as f64);
+            *free_at
+        };
+        tokio::time::sleep_until(due.into()).await;
+    }
+}
+
+/// Bytes of a connection that were forwarded to the node, and to its client.
+type Forwarded = [AtomicUsize; 2];
+
+/// A link to a node that carries a limited number of bytes per second in each direction.
 struct SlowLink {
     address: String,
-    connections: Arc<AtomicUsize>,
-    /// Bytes that were forwarded to the node, and to clients.
-    forwarded: Arc<[AtomicUsize; 2]>,
+    /// Connections that clients have opened, in their order.
+    connections: Arc<Mutex<Vec<Arc<Forwarded>>>>,
 }
 
 impl SlowLink {
+    /// Opens a link that carries `rate` for each connection.
     async fn to(node: &Node, rate: usize) -> SlowLink {
+        SlowLink::open(node, move || [Pace::new(rate), Pace::new(rate)]).await
+    }
+
+    /// Opens a link that carries `rate` for all connections together.
+    async fn shared(node: &Node, rate: usize) -> SlowLink {
+        let paces = [Pace::new(rate), Pace::new(rate)];
+        SlowLink::open(node, move || paces.clone()).await
+    }
+
+    /// Opens a link with the rates that `paces` returns for each connection: to the node, and to
+    /// the client.
+    async fn open(node: &Node, paces: impl Fn() -> [Arc<Pace>; 2] + Send + 'static) -> SlowLink {
         let socket = TcpSocket::new_v4().unwrap();
         socket.set_recv_buffer_size(PROXY_BUFFER_BYTES).unwrap();
         socket2::SockRef::from(&socket).set_tcp_mss(SEGMENT_BYTES).unwrap();
         socket.bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
         let listener = socket.listen(16).unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let connections = Arc::<AtomicUsize>::default();
-        let forwarded = Arc::<[AtomicUsize; 2]>::default();
-        tokio::spawn(accept(listener, node.addr(), rate, connections.clone(), forwarded.clone()));
-        SlowLink { address, connections, forwarded }
+        let connections = Arc::<Mutex<Vec<Arc<Forwarded>>>>::default();
+        tokio::spawn(accept(listener, node.addr(), paces, connections.clone()));
+        SlowLink { address, connections }
     }
 
+    /// Bytes that were forwarded to the node, and to clients.
     fn forwarded(&self) -> [usize; 2] {
-        [0, 1].map(|direction: usize| self.forwarded[direction].load(Ordering::Relaxed))
+        let connections = self.connections.lock().unwrap();
+        let sum =
+            |direction: usize| connections.iter().map(|bytes| bytes[direction].load(Ordering::Relaxed)).sum::<usize>();
+        [sum(0), sum(1)]
+    }
+
+    /// Bytes that a connection brought to the node. 0 before it is opened.
+    fn forwarded_by(&self, connection: usize) -> usize {
+        let connections = self.connections.lock().unwrap();
+        connections.get(connection).map_or(0, |bytes| bytes[0].load(Ordering::Relaxed))
     }
 
     /// Number of connections that clients have opened.
     fn connections(&self) -> usize {
-        self.connections.load(Ordering::Relaxed)
+        self.connections.lock().unwrap().len()
     }
 
     async fn attach(&self, page_bytes: usize) -> Client {
         attach(self.address.clone(), page_bytes).await
+    }
+
+    /// Attaches a client with the usual number of connections, and waits until it uses all of them.
+    async fn attach_by_all_connections(&self, page_bytes: usize) -> Client {
+        let client = attach_by(self.address.clone(), page_bytes, DEFAULT_CONNECTIONS).await;
+        let patience = within(60.0);
+        // A forget goes over each connection in use. The first growth may be that of a handshake.
+        for connection in 0..DEFAULT_CONNECTIONS {
+            for _ in 0..3 {
+                let before = self.forwarded_by(connection);
+                while self.forwarded_by(connection) == before {
+                    assert!(Instant::now() < patience, "the client does not use connection {connection}");
+                    client.forget(&[key(u32::MAX)], patience).await;
+                }
+            }
+        }
+        client
     }
 }
 
 async fn accept(
     listener: TcpListener,
     node: SocketAddr,
-    rate: usize,
-    connections: Arc<AtomicUsize>,
-    forwarded: Arc<[AtomicUsize; 2]>,
+    paces: impl Fn() -> [Arc<Pace>; 2],
+    connections: Arc<Mutex<Vec<Arc<Forwarded>>>>,
 ) {
     loop {
         let (client, _) = listener.accept().await.unwrap();
-        connections.fetch_add(1, Ordering::Relaxed);
-        let forwarded = forwarded.clone();
+        let forwarded = Arc::<Forwarded>::default();
+        connections.lock().unwrap().push(forwarded.clone());
+        let [to_node_pace, to_client_pace] = paces();
         tokio::spawn(async move {
             let socket = TcpSocket::new_v4().unwrap();
             socket.set_recv_buffer_size(PROXY_BUFFER_BYTES).unwrap();
@@ -108,8 +175,8 @@ async fn accept(
             let (from_client, to_client) = split(client);
             let (from_node, to_node) = split(node);
             tokio::select! {
-                () = forward(from_client, to_node, rate, &forwarded[0]) => {}
-                () = forward(from_node, to_client, rate, &forwarded[1]) => {}
+                () = forward(from_client, to_node, &to_node_pace, &forwarded[0]) => {}
+                () = forward(from_node, to_client, &to_client_pace, &forwarded[1]) => {}
             }
         });
     }
@@ -120,18 +187,16 @@ fn split(stream: TcpStream) -> (tokio::net::tcp::OwnedReadHalf, tokio::net::tcp:
     stream.into_split()
 }
 
-/// Forwards bytes at `rate` until one side closes.
+/// Forwards bytes at the rate of `pace` until one side closes.
 async fn forward(
     mut from: impl AsyncReadExt + Unpin,
     mut to: impl AsyncWriteExt + Unpin,
-    rate: usize,
+    pace: &Pace,
     forwarded: &AtomicUsize,
 ) {
     let mut bytes = vec![0; STEP_BYTES];
-    let mut due = Instant::now();
     while let Ok(received @ 1..) = from.read(&mut bytes).await {
-        due = due.max(Instant::now()) + Duration::from_secs_f64(received as f64 / rate as f64);
-        tokio::time::sleep_until(due.into()).await;
+        pace.carry(received).await;
         forwarded.fetch_add(received, Ordering::Relaxed);
         if to.write_all(&bytes[..received]).await.is_err() {
             return;
@@ -140,7 +205,11 @@ async fn forward(
 }
 
 async fn attach(address: String, page_bytes: usize) -> Client {
-    let url = StoreUrl { nodes: vec![address], transport: Transport::Tcp, connections: 1 };
+    attach_by(address, page_bytes, 1).await
+}
+
+async fn attach_by(address: String, page_bytes: usize, connections: usize) -> Client {
+    let url = StoreUrl { nodes: vec![address], transport: Transport::Tcp, connections };
     let client = Client::attach(url, Some(descriptor(page_bytes)), ClientOptions::default());
     assert!(client.ready(Duration::from_secs(60)).await);
     client
@@ -234,7 +303,7 @@ async fn link_of_64_kilobytes_per_second_delivers_the_largest_page_within_size_b
 }
 
 /// Readers that want more memory than the node has, over and over: one read always waits.
-async fn crowd(node: &Node, page_bytes: usize) -> Vec<tokio::task::JoinHandle<()>> {
+async fn crowd(node: &Node, page_bytes: usize) -> Vec<JoinHandle<()>> {
     let mut readers = Vec::new();
     for _ in 0..4 {
         let client = attach(node.addr().to_string(), page_bytes).await;
@@ -284,29 +353,70 @@ async fn refused_page_leaves_a_slow_link_at_once() {
     node.shutdown().await;
 }
 
+/// Writers that want more room than the node has, over and over. The numbers of their pages are no
+/// multiples of 16.
+async fn crowd_of_writers(node: &Node, page_bytes: usize) -> Vec<JoinHandle<()>> {
+    let mut writers = Vec::new();
+    for client in 1..5 {
+        let others = attach(node.addr().to_string(), page_bytes).await;
+        writers.push(tokio::spawn(async move {
+            // Twice the room at a time. Refused pages come back until their deadline.
+            for first in (0..).step_by(8) {
+                let pages = (first..first + 8).map(|n| (page(n << 4 | client), payload(n, page_bytes)));
+                others.put_pages(pages.collect(), PutOptions::default(), within(10.0)).await;
+            }
+        }));
+    }
+    writers
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn writer_of_64_kilobytes_per_second_keeps_its_room_while_others_want_it() {
     const PAGE: usize = 1 << 20;
     let node = node_with(NodeOptions { in_flight_bytes: Some(8 * PAGE as u64), ..NodeOptions::default() }).await;
     let link = SlowLink::to(&node, SLOWEST_RATE).await;
     let writer = link.attach(PAGE).await;
-    let mut crowd = Vec::new();
-    for client in 1..5 {
-        let others = attach(node.addr().to_string(), PAGE).await;
-        crowd.push(tokio::spawn(async move {
-            // Twice the room at a time. Refused pages come back until their deadline.
-            for first in (0..).step_by(8) {
-                let pages = (first..first + 8).map(|n| (page(n << 4 | client), payload(n, PAGE)));
-                others.put_pages(pages.collect(), PutOptions::default(), within(10.0)).await;
-            }
-        }));
-    }
+    let crowd = crowd_of_writers(&node, PAGE).await;
     let options = PutOptions { busy_retries: 10_000, ..PutOptions::default() };
     // The page takes 16 s once it has room. On a busy machine it waits for room much longer.
     let stored = writer.put_pages(vec![(page(0), payload(0, PAGE))], options, within(300.0)).await[0];
     let refused = node.status()["counters"]["puts_busy"].as_u64();
     crowd.iter().for_each(|writer| writer.abort());
     assert_eq!((stored, link.connections()), (PutOutcome::Stored, 1));
+    assert!(refused > Some(0), "the others always found room");
+    node.shutdown().await;
+}
+
+/// A client sends over several connections by default. Here they share the slowest link that counts
+/// as fast enough, so each connection has a part of its rate.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_share_64_kilobytes_per_second_keep_their_room_while_others_want_it() {
+    // Both pages take 8 s together.
+    const PAGE: usize = 256 << 10;
+    let node = node_with(NodeOptions { in_flight_bytes: Some(8 * PAGE as u64), ..NodeOptions::default() }).await;
+    let link = SlowLink::shared(&node, SLOWEST_RATE).await;
+    let writer = link.attach_by_all_connections(PAGE).await;
+    let patience = within(60.0);
+    let mut commits = Vec::new();
+    for connection in 0..DEFAULT_CONNECTIONS {
+        let number = 16 * connection as u32;
+        let before = link.forwarded_by(connection);
+        let mut put = writer.put(page(number), patience);
+        put.part(0, payload(number, PAGE));
+        commits.push(tokio::spawn(put.commit(patience)));
+        // It has its room then, and the next put goes over a connection with less to send.
+        while link.forwarded_by(connection) < before + 2 * STEP_BYTES {
+            assert!(Instant::now() < patience, "page {number} does not go over connection {connection}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+    let crowd = crowd_of_writers(&node, PAGE).await;
+    for commit in commits {
+        assert_eq!(commit.await.unwrap(), PutOutcome::Stored, "the node took the room of a writer at work");
+    }
+    let refused = node.status()["counters"]["puts_busy"].as_u64();
+    crowd.iter().for_each(|writer| writer.abort());
+    assert_eq!(link.connections(), DEFAULT_CONNECTIONS);
     assert!(refused > Some(0), "the others always found room");
     node.shutdown().await;
 }
