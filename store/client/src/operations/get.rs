@@ -39,8 +39,9 @@ pub struct GetOptions {
     /// buffers return at once. The client itself sends no second request. Default: `None`, the
     /// deadline only.
     pub hedge_after: Option<Duration>,
-    /// Retries at a node that was too busy for any page. The client waits for the node's hint before
-    /// each, times a random factor between 1 and 1.25, and never beyond the deadline. Default: 0.
+    /// Retries at a node that was too busy for any page. The client waits for the node's hint
+    /// before each, times a random factor between 1 and 1.25, and never beyond the deadline.
+    /// Default: 0.
     ///
     /// A request that brought some pages is no such retry. The node sends a reader as many pages as
     /// it can receive soon, and refuses the rest. The client requests the rest then, until the

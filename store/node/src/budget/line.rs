@@ -290,7 +290,7 @@ impl Line {
         let key = *self.by_connection.get(&connection)?;
         let place = self.places.get_mut(&key)?;
         place.is_served = true;
-        // A place that ends unserved moves nobody's turn.
+        // A place that ends unserved moves no other turn.
         self.turn = self.turn.max(key.0);
         if place.bytes > bytes {
             place.bytes -= bytes;

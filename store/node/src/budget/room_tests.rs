@@ -529,7 +529,9 @@ async fn caller_that_leaves_unserved_moves_no_newcomer_back() {
     assert_eq!(ahead(&line, 8, newcomer), 1);
     // A place that is served does: the next newcomer has no earlier turn.
     line.leave(8);
-    (0..3).for_each(|connection| drop(line.record_grant(connection, PAGE)));
+    for connection in 0..3 {
+        line.record_grant(connection, PAGE);
+    }
     line.enter(9, (newcomer, PAGE), None, now());
     assert_eq!((ahead(&line, 9, newcomer), ahead(&line, 3, many)), (0, 1));
 }
@@ -660,7 +662,7 @@ async fn silent_writers_beyond_those_of_one_search_are_found_by_the_next() {
 
 /// Before, the caller was told the time since its first refusal: the tiers were thought to refuse.
 #[tokio::test(start_paused = true)]
-async fn caller_whose_room_is_free_by_the_time_of_the_answer_returns_at_once() {
+async fn caller_returns_at_once_if_the_room_is_free_before_the_answer() {
     let budget = budget();
     let open = Open::default();
     let holder = account(&budget, "tenant");
