@@ -119,7 +119,8 @@ impl TokenLogprobs {
             best.sort_unstable_by(best_first);
         }
         let own = logits.get(id as usize).copied().unwrap_or(f32::NEG_INFINITY);
-        Self { logprob: logprob(own), top: best.into_iter().map(|(id, x)| (id, logprob(x))).collect() }
+        // By reference: a collection in place would keep the memory of the whole vocabulary.
+        Self { logprob: logprob(own), top: best.iter().map(|&(id, x)| (id, logprob(x))).collect() }
     }
 }
 
@@ -487,6 +488,8 @@ mod tests {
         assert!((logprobs.top[1].1 - 0.375f32.ln()).abs() < 1e-6);
         assert_eq!(TokenLogprobs::new(&logits, 0, 9).top.len(), 3);
         assert_eq!(TokenLogprobs::new(&logits, 0, 9).top[0].1, TokenLogprobs::new(&logits, 0, 0).logprob);
+        let best = TokenLogprobs::new(&[0.0; 1000], 0, 2).top;
+        assert!(best.capacity() < 1000, "{} entries for 2", best.capacity());
     }
 
     #[test]
