@@ -12,12 +12,14 @@
 //! - [`arena`]: one mapping on huge pages, cut into slots.
 //! - [`extent`]: the allocator behind the arena and behind a client's shared memory.
 //! - [`machine`]: the memory that the machine has.
+//! - [`plan`]: upper bound of the memory of a process.
 //! - [`share`]: the arena in other processes of the machine, and their memory in the node.
 //! - [`span`]: traits for memory that a device may access by itself.
 
 pub mod arena;
 pub mod extent;
 pub mod machine;
+pub mod plan;
 pub mod share;
 pub mod span;
 

@@ -5,7 +5,7 @@ use crate::descriptors::{self, LOCAL_DESCRIPTORS, TCP_DESCRIPTORS};
 use crate::devices::Devices;
 use crate::host::{self, Host};
 use crate::identity::{Identity, IdentityDirectory, NextIdentity, PlaceErrors};
-use crate::memory_plan::MemoryPlan;
+use crate::memory_plan;
 use crate::options::NodeOptions;
 use crate::places::{Peer, Place, Places};
 use crate::rdma::Rdma;
@@ -88,9 +88,9 @@ impl Node {
     /// background. A device that fails to open is an error only if no other one opens.
     pub async fn start(options: NodeOptions) -> Result<Node, NodeError> {
         options.validate().map_err(NodeError::Options)?;
-        let memory_plan = MemoryPlan::of(&options);
-        memory_plan.check(&options, larder_memory::machine::total()).map_err(NodeError::MemoryPlan)?;
-        tracing::info!(bytes = memory_plan.total(), "memory of this node, at most: {memory_plan}");
+        let plan = memory_plan::of(&options);
+        memory_plan::check(&plan, &options, larder_memory::machine::total()).map_err(NodeError::MemoryPlan)?;
+        tracing::info!(bytes = plan.total(), "memory of this node, at most: {plan}");
         let mut rng = larder_runtime::random::generator(options.seed);
         // All tiers share one clock: a page that expired on one of them must be expired on all.
         let clock = Clock::system();

@@ -6,7 +6,7 @@
 
 use crate::budget::{Account, Budget, Kind};
 use crate::devices::Devices;
-use crate::memory_plan::MemoryPlan;
+use crate::memory_plan;
 use crate::metrics::{self, Metrics};
 use crate::options::NodeOptions;
 use crate::places::Peer;
@@ -272,7 +272,7 @@ impl Store {
         let mut tiers = self.tiers.status();
         tiers["l2"]["scrub"] = self.scrub_progress.status();
         serde_json::json!({
-            "memory_max": MemoryPlan::of(&self.options).json(),
+            "memory_max": memory_plan::json(&memory_plan::of(&self.options)),
             "tiers": tiers,
             "puts_open": open,
             "readers_waiting": waiting,
@@ -300,7 +300,7 @@ impl Store {
         let in_flight = self.budget.usage().into_iter();
         let in_flight = in_flight.map(|(kind, bytes)| (vec![label("kind", kind.to_string())], gauge(bytes)));
         metrics::show(&self.metrics.in_flight, in_flight.collect());
-        let plan = MemoryPlan::of(&self.options);
+        let plan = memory_plan::of(&self.options);
         let parts = plan.parts().map(|(part, bytes)| (vec![label("part", part.to_string())], gauge(bytes)));
         metrics::show(&self.metrics.memory_max, parts.collect());
     }
