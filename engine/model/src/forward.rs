@@ -17,6 +17,12 @@ use larder_kernels::cpu::{AttentionChunk, AttentionShape, HeadLayout, add, atten
 use rayon::prelude::*;
 use std::ops::Range;
 
+/// Memory of a thread that selects a token, per token of the vocabulary: a copy of the logit, and
+/// the candidate with its probability.
+const SELECTION_BYTES: usize = size_of::<f32>() + size_of::<(u32, f32)>() + size_of::<(u32, f64)>();
+/// Workspaces of a thread: see [`attention`]. Heads of 128 elements take half of it.
+const THREAD_BYTES: usize = 1 << 20;
+
 /// Returns the first `len` elements of a buffer and grows it if needed. Their content is
 /// unspecified.
 fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
@@ -88,6 +94,20 @@ impl Model {
             with_element!(self.kv_dtype, E => self.attend::<E>(*layer, batch, rows, scratch));
             self.finish_layer(weights, rows, scratch);
         }
+    }
+
+    /// Maximum memory of a pass over `rows` tokens with the logits of `logit_rows` of them, and of
+    /// the selection of tokens from these, in bytes.
+    pub fn workspace_bytes(&self, rows: usize, logit_rows: usize) -> u64 {
+        let config = &self.config;
+        let threads = rayon::current_num_threads();
+        // As in `Scratch`: stream, normed and projected; gate, up and activated; the rope table.
+        let row = 3 * config.hidden + 3 * config.intermediate + config.head_dim;
+        let row = (row + self.qkv_width() + config.query_width()) * size_of::<f32>();
+        // The pass has all logits in one buffer, and returns copies.
+        let logit_row = 2 * config.vocab * size_of::<f32>();
+        let of_rows = rows.saturating_mul(row).saturating_add(logit_rows.saturating_mul(logit_row));
+        of_rows.saturating_add(threads * (config.vocab * SELECTION_BYTES + THREAD_BYTES)) as u64
     }
 
     fn qkv_width(&self) -> usize {

@@ -119,6 +119,17 @@ impl Model {
         &self.config
     }
 
+    /// Memory of the weight matrices, in bytes. Norms and biases take less than a thousandth of it.
+    pub fn weight_bytes(&self) -> u64 {
+        let Weights { embedding, layers, output, .. } = &self.weights;
+        let of_layer = |layer: &LayerWeights| {
+            let linears = [&layer.qkv, &layer.attention_output, &layer.gate_up, &layer.down];
+            linears.into_iter().map(|linear| linear.weight.bytes()).sum::<usize>()
+        };
+        let embedding = embedding.as_ref().map_or(0, PackedMatrix::bytes);
+        (embedding + output.bytes() + layers.iter().map(of_layer).sum::<usize>()) as u64
+    }
+
     /// SHA-256 over the canonical configuration and all used tensors. It is part of the namespace,
     /// so models with other weights never share pages.
     pub fn fingerprint(&self) -> [u8; 32] {

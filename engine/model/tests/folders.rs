@@ -2,7 +2,7 @@
 //! fault.
 
 use larder_model::{Chunk, ForwardError};
-use larder_model::{KvPool, LoadError, LogitRows, Model, PageSlot};
+use larder_model::{KvPool, LoadError, LoadOptions, LogitRows, Model, PageSlot, WeightFormat};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -181,6 +181,22 @@ fn fingerprint_changes_with_weights_and_configuration_only() {
     // One number of the configuration.
     folder.edit("config.json", |config| config["rope_theta"] = json!(10001.0));
     assert_ne!(Model::load(&folder.0).unwrap().fingerprint(), original);
+}
+
+#[test]
+fn memory_of_weights_and_workspaces_follows_from_the_configuration() {
+    let model = Model::load(&golden(LLAMA)).unwrap();
+    let config = model.config();
+    let matrices = 2 * config.vocab * config.hidden;
+    assert!(model.weight_bytes() >= (4 * matrices) as u64, "its embedding and its output, in f32");
+    let options = LoadOptions { weights: WeightFormat::Q8, ..LoadOptions::default() };
+    let rounded = Model::load_with(&golden(LLAMA), &options, &|_, _| ()).unwrap();
+    assert!(rounded.weight_bytes() < model.weight_bytes());
+    let more_logits = model.workspace_bytes(0, 11) - model.workspace_bytes(0, 1);
+    assert_eq!(more_logits, (10 * 2 * 4 * config.vocab) as u64);
+    let more_rows = model.workspace_bytes(11, 0) - model.workspace_bytes(1, 0);
+    assert!(more_rows > (10 * 4 * 3 * (config.hidden + config.intermediate)) as u64);
+    assert_eq!(model.workspace_bytes(usize::MAX, 1), u64::MAX);
 }
 
 #[test]

@@ -99,6 +99,11 @@ impl PackedMatrix {
         self.inputs
     }
 
+    /// Memory of the packed weights, in bytes.
+    pub fn bytes(&self) -> usize {
+        size_of_val(&self.panels[..])
+    }
+
     /// Copies the weights of one output. The embedding of a token is read this way.
     ///
     /// # Panics

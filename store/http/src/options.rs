@@ -9,6 +9,13 @@ use thiserror::Error;
 pub(crate) const BODY_BYTES_FREE: usize = 64 << 10;
 /// Minimum rate of a client that sends a body or receives an answer, in bytes per second.
 pub(crate) const BYTES_PER_SECOND_MIN: u64 = 64 << 10;
+/// Maximum number of refused connections that get an answer at a time. Further ones are closed.
+pub(crate) const REFUSED_MAX: usize = 32;
+/// Size of the buffers of one connection, in bytes. A header must fit.
+pub(crate) const BUFFER_BYTES: usize = 32 << 10;
+/// Memory of a connection: buffers for both directions, its task, and the state of its request.
+/// Bodies and answers take more.
+const CONNECTION_BYTES: usize = 2 * BUFFER_BYTES + (32 << 10);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpOptions {
@@ -96,6 +103,17 @@ impl HttpOptions {
         Ok(())
     }
 
+    /// Maximum memory of the connections in bytes, without bodies and answers.
+    pub fn connection_memory_max(&self) -> u64 {
+        self.connections_max.saturating_add(REFUSED_MAX).saturating_mul(CONNECTION_BYTES) as u64
+    }
+
+    /// Maximum memory of the bodies that are arriving or not yet parsed, in bytes.
+    pub fn body_memory_max(&self) -> u64 {
+        let free = self.connections_max.saturating_mul(BODY_BYTES_FREE.min(self.body_bytes_max));
+        (self.body_memory_bytes as u64).saturating_add(free as u64)
+    }
+
     pub(crate) fn per_address(&self) -> usize {
         self.connections_per_address.unwrap_or(self.connections_max - self.reserved())
     }
@@ -119,6 +137,17 @@ impl HttpOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn memory_follows_from_connections_and_bodies() {
+        let options = HttpOptions { connections_max: 100, body_memory_bytes: 1 << 20, ..HttpOptions::default() };
+        assert_eq!(options.connection_memory_max(), 132 * (96 << 10));
+        assert_eq!(options.body_memory_max(), (1 << 20) + 100 * (64 << 10));
+        let small = HttpOptions { body_bytes_max: 4 << 10, ..options.clone() };
+        assert_eq!(small.body_memory_max(), (1 << 20) + 100 * (4 << 10));
+        let endless = HttpOptions { body_memory_bytes: usize::MAX, ..options };
+        assert_eq!(endless.body_memory_max(), u64::MAX);
+    }
 
     #[test]
     fn defaults_are_valid_and_errors_name_the_flag() {

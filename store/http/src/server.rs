@@ -3,7 +3,7 @@
 use crate::body;
 use crate::hosts::AllowedHosts;
 use crate::metrics::HttpMetrics;
-use crate::options::HttpOptions;
+use crate::options::{BUFFER_BYTES, HttpOptions, REFUSED_MAX};
 use crate::phase::{Phase, PhaseCell};
 use crate::places::{Place, PlaceLimit, Places};
 use crate::proxies;
@@ -34,12 +34,8 @@ use tokio_util::sync::CancellationToken;
 /// Pause after a failed accept. The usual cause is a lack of file descriptors, which come back when
 /// clients disconnect. Without a pause the loop would use a whole processor until then.
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
-/// Maximum number of refused connections that get an answer at a time. Further ones are closed.
-const REFUSED_MAX: usize = 32;
 /// Maximum time to answer a refused connection.
 const REFUSED_TIMEOUT: Duration = Duration::from_secs(5);
-/// Size of the buffers of one connection, in bytes. A header must fit.
-const BUFFER_BYTES: usize = 32 << 10;
 
 /// An HTTP server that is not yet running.
 #[derive(Debug)]
