@@ -33,7 +33,7 @@ pub const BEGUN: u8 = 1;
 /// [`MEMORY_BYTES_MAX`] anyway.
 pub const FRAME_BYTES_MAX: usize = 128 << 20;
 /// Resident memory above which a worker asks to be replaced, in bytes. A fresh one takes a few MiB.
-const RETIRE_BYTES: u64 = 64 << 20;
+pub const RETIRE_BYTES: u64 = 64 << 20;
 /// Size of a memory page in `/proc/self/statm`.
 const PAGE_BYTES: u64 = 4096;
 

@@ -82,6 +82,13 @@ impl Tokenizer {
     pub const FILES: &[&str] =
         &["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json"];
 
+    /// Maximum memory of a tokenizer per byte of its files: two maps of the vocabulary, and one of
+    /// the merges. The words in its cache take more.
+    pub const BYTES_PER_FILE_BYTE: u64 = 12;
+    /// Maximum memory of a tokenizer that is being built, per byte of its files: the JSON of its
+    /// model as a tree, and the result.
+    pub const BUILD_BYTES_PER_FILE_BYTE: u64 = 30;
+
     pub fn load(dir: &Path) -> Result<Tokenizer, TokenizerError> {
         let mut files = BTreeMap::new();
         for &name in Self::FILES {
