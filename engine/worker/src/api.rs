@@ -6,10 +6,12 @@
 use axum::http::Uri;
 use axum::http::uri::Authority;
 use larder_format::NamespaceDescriptor;
+use larder_memory::plan::MemoryPlan;
 use larder_model::constraint::CONSTRAINT_BYTES_MAX;
 use larder_model::sampling::{REPETITION_PENALTY_RANGE, TEMPERATURE_RANGE};
 pub use larder_model::{SamplingParams, TokenLogprobs};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::RangeInclusive;
 
@@ -323,6 +325,25 @@ pub struct EngineState {
     pub version: String,
     /// Newest version of the store's protocol that the engine speaks. 0 if it does not tell.
     pub protocol: u16,
+    /// Memory that the engine can take. Empty if it is older than this field.
+    pub memory_max: MemoryMax,
+}
+
+/// [`MemoryPlan`] of a process.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MemoryMax {
+    /// Maximum memory of the process itself.
+    pub bytes: u64,
+    /// Bytes by part, those of child processes included.
+    pub parts: BTreeMap<String, u64>,
+}
+
+impl From<&MemoryPlan> for MemoryMax {
+    fn from(plan: &MemoryPlan) -> Self {
+        let parts = plan.parts().map(|(name, bytes)| (name.to_string(), bytes));
+        Self { bytes: plan.total(), parts: parts.collect() }
+    }
 }
 
 /// Checks sampling parameters against the limits of engines and a vocabulary of `vocab` tokens.

@@ -5,16 +5,17 @@
 //!   on its own.
 //! - Every wait during shutdown has a time limit.
 
-use crate::api::{EngineInfo, EngineState, Role};
+use crate::api::{EngineInfo, EngineState, MemoryMax, Role};
 use crate::batch::StepLimits;
 use crate::guides::Guides;
 use crate::http::{self, AppState};
 use crate::metrics::Metrics;
-use crate::options::{EngineOptions, OptionsError, Preloaded};
+use crate::options::{EngineOptions, OptionsError, Preloaded, context_limit};
 use crate::publish::Publisher;
+use crate::request_memory::RequestBudget;
 use crate::scheduler::{Scheduler, SchedulerContext, SchedulerEvent, SchedulerLimits};
-use crate::store::PageStore;
-use crate::{republish, scrub};
+use crate::store::{PUT_QUEUE_BYTES_MAX, PageStore};
+use crate::{memory_plan, republish, scrub};
 use axum::body::Bytes;
 use larder_client::{Client, ClientOptions, Member, Registration};
 use larder_format::NamespaceDescriptor;
@@ -45,9 +46,6 @@ const STORE_POLL_INTERVAL: Duration = Duration::from_millis(500);
 const SHUTDOWN_STEP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit of one connection attempt to a store node, and of the wait for the store at start.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum payload bytes of puts queued in the store client. Beyond it the client drops the put,
-/// and its page counts as lost.
-const PUT_QUEUE_BYTES_MAX: usize = 256 << 20;
 
 #[derive(Debug, Error)]
 pub enum EngineError {
@@ -69,6 +67,8 @@ pub enum EngineError {
     Numerics(#[from] ForwardError),
     #[error("loading the model panicked; see the log above")]
     Loader,
+    #[error("{0} [LRD0106]")]
+    MemoryPlan(String),
 }
 
 pub struct Engine;
@@ -180,6 +180,11 @@ async fn launch(
 ) -> Result<EngineHandle, EngineError> {
     let geometry = descriptor.geometry;
     let capacity_pages = options.l1_pages(geometry.page_bytes())?;
+    let plan = memory_plan::of(&options, &loaded.model);
+    if let Some(warning) = plan.check(larder_memory::machine::total()).map_err(EngineError::MemoryPlan)? {
+        tracing::warn!("{warning} [LRD0106]");
+    }
+    tracing::info!(bytes = plan.total(), "memory of this engine, at most: {plan}");
     let listen_error = |source| EngineError::Listen { address: options.listen, source };
     // Bind before building the pool: a taken port should fail fast.
     let listener = TcpListener::bind(options.listen).await.map_err(listen_error)?;
@@ -194,6 +199,7 @@ async fn launch(
         page_tokens: options.page_tokens,
     };
     let metrics = Arc::new(Metrics::new(options.role));
+    metrics.show_memory_max(&plan);
     let state = Arc::new(Mutex::new(EngineState::default()));
     let stop = CancellationToken::new();
     let tasks = TaskTracker::new();
@@ -234,6 +240,8 @@ async fn launch(
         commits,
         queue: PeerBudget::new(options.queue_max),
         constrained: PeerBudget::new(options.queue_max),
+        memory: RequestBudget::new(options.page_tokens),
+        memory_max: MemoryMax::from(&plan),
         sender: sender.clone(),
         next_id: AtomicU64::new(1),
         stop: stop.clone(),
@@ -249,13 +257,6 @@ async fn launch(
     let server = http_server(options.http, &app);
     let server = tokio::spawn(server.serve(listener, http::router(app.clone()), stop.clone(), SHUTDOWN_STEP_TIMEOUT));
     Ok(EngineHandle { address, app, registration: None, scheduler: Some(thread), server: Some(server), stop, tasks })
-}
-
-/// Maximum tokens of prompt and answer together: the model's limit, or the capacity of L1 if that
-/// is smaller.
-fn context_limit(model: &Model, capacity_pages: usize, page_tokens: u32) -> u32 {
-    let held = capacity_pages.saturating_mul(page_tokens as usize);
-    u32::try_from(model.config().max_context.min(held)).unwrap_or(u32::MAX)
 }
 
 fn limits(options: &EngineOptions) -> SchedulerLimits {

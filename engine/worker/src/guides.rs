@@ -22,7 +22,7 @@ const COMPILATIONS_MAX: usize = 4;
 const COMPILATIONS_PER_PEER: usize = 3;
 /// Number of compiled constraints to keep: the choices and prompts of a request have the same one,
 /// and agents send the same tools again. A large one takes some megabytes.
-const RECENT_MAX: usize = 16;
+pub(crate) const RECENT_MAX: usize = 16;
 
 type Recent = VecDeque<(Arc<Constraint>, Guide)>;
 

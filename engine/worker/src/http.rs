@@ -6,17 +6,20 @@
 //! - When a client disconnects, the scheduler learns of it at once, whatever the state of the
 //!   request.
 //! - Every wait for the scheduler ends shortly after the request's deadline.
-//! - No peer takes all places of the queue, or all compilations of constraints.
+//! - No peer takes all places of the queue, all memory of requests, or all compilations of
+//!   constraints.
 
 use crate::api::{
     self, ApiError, CONTENT_TYPE_NDJSON, CacheMode, DecodeEvent, DecodeRequest, EngineInfo, EngineState, ErrorCode,
-    FORGET_HOLD_MS_MAX, ForgetRequest, ForgetResponse, HEADER_RETRY_AFTER_MS, PATH_DECODE, PATH_FLUSH, PATH_FORGET,
-    PATH_HEALTH, PATH_METRICS, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL, PATH_STATE, PROMPT_EVENT_TOKENS,
-    PROMPT_LOGPROBS_TOKENS_MAX, PrefillRequest, PrefillResponse, REQUEST_ID_BYTES_MAX, SamplingParams,
+    FORGET_HOLD_MS_MAX, ForgetRequest, ForgetResponse, HEADER_RETRY_AFTER_MS, MemoryMax, PATH_DECODE, PATH_FLUSH,
+    PATH_FORGET, PATH_HEALTH, PATH_METRICS, PATH_MODEL, PATH_MODEL_FILES, PATH_PREFILL, PATH_STATE,
+    PROMPT_EVENT_TOKENS, PROMPT_LOGPROBS_TOKENS_MAX, PrefillRequest, PrefillResponse, REQUEST_ID_BYTES_MAX,
+    SamplingParams,
 };
 use crate::commits::Commits;
 use crate::guides::Guides;
 use crate::metrics::{Metrics, RequestOutcome};
+use crate::request_memory::{RequestBudget, RequestMemory, RequestSize};
 use crate::scheduler::{RETRY_AFTER_MS, SchedulerEvent};
 use crate::sequence::{AwaitedPages, DecodeOutput, OutputSpec, PrefillOutput, RequestKind, Sequence, SequenceParams};
 use crate::store::PageStore;
@@ -73,6 +76,8 @@ pub(crate) struct AppState {
     /// Places for requests whose constraint waits for its compilation. They hold none in the queue,
     /// so slow constraints delay no other request.
     pub(crate) constrained: Arc<PeerBudget>,
+    pub(crate) memory: RequestBudget,
+    pub(crate) memory_max: MemoryMax,
     pub(crate) sender: flume::Sender<SchedulerEvent>,
     pub(crate) next_id: AtomicU64,
     pub(crate) stop: CancellationToken,
@@ -86,6 +91,7 @@ impl AppState {
             store_nodes: self.store.nodes_connected() as u32,
             version: env!("CARGO_PKG_VERSION").into(),
             protocol: larder_client::PROTOCOL_VERSION,
+            memory_max: self.memory_max.clone(),
             ..state
         }
     }
@@ -136,6 +142,8 @@ struct CallerGuard {
     cancel: CancellationToken,
     sender: flume::Sender<SchedulerEvent>,
     answer_deadline: tokio::time::Instant,
+    /// Charge for the events that wait in the answer.
+    _memory: RequestMemory,
 }
 
 impl CallerGuard {
@@ -162,11 +170,19 @@ struct RequestParams {
     deadline_ms: u64,
 }
 
+/// Request of a peer.
+struct Received<T> {
+    request: T,
+    peer: PeerAddress,
+    body_bytes: usize,
+}
+
 async fn prefill(
     State(app): State<Arc<AppState>>,
     body: Result<RequestBody, BodyRejection>,
 ) -> Result<Json<PrefillResponse>, ApiError> {
-    let (PrefillRequest { request_id, tokens, cache, deadline_ms }, peer) = app.accept(body).await?;
+    let Received { request, peer, body_bytes } = app.accept(body).await?;
+    let PrefillRequest { request_id, tokens, cache, deadline_ms } = request;
     let params = RequestParams { request_id, tokens, cache, deadline_ms };
     app.check(&params).map_err(|e| app.refused(e))?;
     let pages = (params.tokens.len() - 1) / app.info.page_tokens as usize;
@@ -177,8 +193,10 @@ async fn prefill(
     }
     let (reply, answer) = oneshot::channel();
     let kind = RequestKind::Prefill(PrefillOutput { reply, commits: Vec::new() });
+    let size = RequestSize { body_bytes, tokens: params.tokens.len(), prompt_logprobs: None };
+    let memory = app.memory(peer, size).map_err(|e| app.refused(e))?;
     let place = app.place(&app.queue, peer).map_err(|e| app.refused(e))?;
-    let caller = app.submit(params, kind, place).await.map_err(|e| app.refused(e))?;
+    let caller = app.submit(params, kind, place, memory).await.map_err(|e| app.refused(e))?;
     caller.wait(async { answer.await.ok() }).await?.map(Json)
 }
 
@@ -186,7 +204,8 @@ async fn forget(
     State(app): State<Arc<AppState>>,
     body: Result<RequestBody, BodyRejection>,
 ) -> Result<Json<ForgetResponse>, ApiError> {
-    let (ForgetRequest { tokens, hold_ms, deadline_ms }, _) = app.accept(body).await?;
+    let Received { request, .. } = app.accept(body).await?;
+    let ForgetRequest { tokens, hold_ms, deadline_ms } = request;
     if hold_ms > FORGET_HOLD_MS_MAX {
         let message = format!("hold_ms is {hold_ms}; it must be at most {FORGET_HOLD_MS_MAX}");
         return Err(ApiError::new(ErrorCode::BadRequest, message));
@@ -232,7 +251,7 @@ async fn decode(
     State(app): State<Arc<AppState>>,
     body: Result<RequestBody, BodyRejection>,
 ) -> Result<Response, ApiError> {
-    let (request, peer): (DecodeRequest, _) = app.accept(body).await?;
+    let Received { request, peer, body_bytes } = app.accept(body).await?;
     let DecodeRequest { request_id, tokens, sampling, await_pages, cached_pages, cache, deadline_ms } = request;
     let mut params = RequestParams { request_id, tokens, cache, deadline_ms };
     app.check(&params).and_then(|()| app.check_sampling(&sampling, params.tokens.len())).map_err(|e| app.refused(e))?;
@@ -244,12 +263,16 @@ async fn decode(
     let prompt_events = sampling.prompt_logprobs.map_or(0, |_| params.tokens.len().div_ceil(PROMPT_EVENT_TOKENS));
     // Room for the whole answer, so that a slow client never blocks a step.
     let (events, mut answer) = mpsc::channel(max_tokens + prompt_events + NON_TOKEN_EVENTS_MAX);
+    let prompt_logprobs = sampling.prompt_logprobs.map(|top| top as usize);
+    let size = RequestSize { body_bytes, tokens: params.tokens.len(), prompt_logprobs };
+    let memory = app.memory(peer, size).map_err(|e| app.refused(e))?;
     let pages = AwaitedPages { awaited: await_pages as usize, cached: cached_pages.map(|pages| pages as usize) };
     let guide = app.guide(&sampling, peer, deadline_ms).await.map_err(|e| app.refused(e))?;
     let place = app.place(&app.queue, peer).map_err(|e| app.refused(e))?;
     let spec = OutputSpec { max_tokens, eos_tokens: app.eos_tokens.clone(), prompt: &params.tokens, guide };
     let output = DecodeOutput::new(&sampling, spec, pages, &app.tokenizer, events);
-    let caller = app.submit(params, RequestKind::Decode(Box::new(output)), place).await.map_err(|e| app.refused(e))?;
+    let kind = RequestKind::Decode(Box::new(output));
+    let caller = app.submit(params, kind, place, memory).await.map_err(|e| app.refused(e))?;
     // The status line is not sent before the first event, so an error can still set the HTTP
     // status.
     match caller.wait(answer.recv()).await? {
@@ -294,17 +317,18 @@ impl AppState {
     async fn accept<T: DeserializeOwned + Send + 'static>(
         &self,
         body: Result<RequestBody, BodyRejection>,
-    ) -> Result<(T, PeerAddress), ApiError> {
+    ) -> Result<Received<T>, ApiError> {
         let bad = |problem: String| self.refused(ApiError::new(ErrorCode::BadRequest, problem));
         let RequestBody { bytes, charge, peer } = body.map_err(|(_, problem)| bad(problem.into()))?;
+        let body_bytes = bytes.len();
         let parse = |bytes: Bytes| serde_json::from_slice(&bytes).map_err(|error| error.to_string());
-        let parsed = match bytes.len() {
+        let parsed = match body_bytes {
             ..=PARSE_INLINE_BYTES_MAX => parse(bytes),
             // Parsing a long prompt takes milliseconds.
             _ => tokio::task::spawn_blocking(move || parse(bytes)).await.unwrap_or_else(|e| Err(e.to_string())),
         };
         drop(charge);
-        Ok((parsed.map_err(bad)?, peer))
+        Ok(Received { request: parsed.map_err(bad)?, peer, body_bytes })
     }
 
     fn refused(&self, error: ApiError) -> ApiError {
@@ -377,6 +401,12 @@ impl AppState {
         })
     }
 
+    /// Charges the memory of a request. Refuses with `busy` if there is none left for this peer.
+    fn memory(&self, peer: PeerAddress, size: RequestSize) -> Result<RequestMemory, ApiError> {
+        let message = "the engine has no memory left for requests; retry later or use another engine";
+        self.memory.take(peer, size).ok_or_else(|| ApiError::busy(message, RETRY_AFTER_MS))
+    }
+
     /// Hands a validated request to the scheduler. Refuses it with `busy` if the engine is
     /// stopping.
     async fn submit(
@@ -384,6 +414,7 @@ impl AppState {
         params: RequestParams,
         kind: RequestKind,
         queue_place: PeerCharge,
+        memory: RequestMemory,
     ) -> Result<CallerGuard, ApiError> {
         if self.stop.is_cancelled() {
             return Err(ApiError::busy(
@@ -404,9 +435,10 @@ impl AppState {
             deadline,
             cancel: cancel.clone(),
             queue_place,
+            memory: memory.clone(),
         };
-        let caller =
-            CallerGuard { cancel, sender: self.sender.clone(), answer_deadline: (deadline + RESPONSE_GRACE).into() };
+        let answer_deadline = (deadline + RESPONSE_GRACE).into();
+        let caller = CallerGuard { cancel, sender: self.sender.clone(), answer_deadline, _memory: memory };
         let sequence = Sequence::new(new, self.info.page_tokens as usize, self.metrics.clone());
         caller.wait(async { self.sender.send_async(SchedulerEvent::Submit(Box::new(sequence))).await.ok() }).await?;
         Ok(caller)

@@ -21,7 +21,8 @@
 //! interface to the page store. `sequence` holds the states of a request and `pages` its pages.
 //! `sampling` is the work on the logits of a sequence, and `guides` compiles constraints.
 //! `commits` counts the puts in flight. `engine` starts and stops everything, with settings from
-//! `options`. `metrics` defines the Prometheus metrics.
+//! `options`. `request_memory` bounds the memory of requests, and [`memory_plan`] adds up that of
+//! the engine. `metrics` defines the Prometheus metrics.
 
 pub mod api;
 mod batch;
@@ -30,12 +31,14 @@ mod engine;
 mod guides;
 mod http;
 mod load;
+pub mod memory_plan;
 mod metrics;
 mod options;
 mod pages;
 mod publish;
 mod radix;
 mod republish;
+mod request_memory;
 mod sampling;
 mod scheduler;
 mod scrub;

@@ -4,6 +4,7 @@
 use crate::api::Role;
 use larder_client::PutOutcome;
 use larder_http::HttpMetrics;
+use larder_memory::plan::MemoryPlan;
 use prometheus_client::encoding::text;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::{Family, MetricConstructor};
@@ -93,6 +94,7 @@ pub struct Metrics {
     pub(crate) abandoned_pages: Counter,
     pub(crate) store_nodes: Gauge,
     pub(crate) store_connection_changes: Counter,
+    memory_max: Family<Label, Gauge>,
     pub(crate) http: HttpMetrics,
 }
 
@@ -189,6 +191,12 @@ impl Metrics {
                 "Times the connection to the store was lost or restored",
                 Counter::default(),
             ),
+            memory_max: add(
+                r,
+                "memory_max_bytes",
+                "Bytes of memory that options and model let each part of the engine take",
+                Family::default(),
+            ),
             http,
             registry,
         }
@@ -199,6 +207,12 @@ impl Metrics {
         // Writing into a String cannot fail.
         let _ = text::encode(&mut out, &self.registry);
         out
+    }
+
+    pub(crate) fn show_memory_max(&self, plan: &MemoryPlan) {
+        for (part, bytes) in plan.parts() {
+            self.memory_max.get_or_create(&[("part", part)]).set(i64::try_from(bytes).unwrap_or(i64::MAX));
+        }
     }
 
     pub(crate) fn request_ended(&self, outcome: RequestOutcome) {
@@ -242,6 +256,7 @@ pub fn metrics_registry() -> Registry {
     drop(metrics.published.get_or_create(&[("outcome", "")]));
     drop(metrics.state_seconds.get_or_create(&[("state", "")]));
     drop(metrics.state_requests.get_or_create(&[("state", "")]));
+    drop(metrics.memory_max.get_or_create(&[("part", "")]));
     metrics.http.sample();
     metrics.registry
 }

@@ -189,6 +189,13 @@ impl EngineOptions {
     }
 }
 
+/// Maximum tokens of prompt and answer together: the model's limit, or the capacity of L1 if that
+/// is smaller.
+pub(crate) fn context_limit(model: &Model, capacity_pages: usize, page_tokens: u32) -> u32 {
+    let held = capacity_pages.saturating_mul(page_tokens as usize);
+    u32::try_from(model.config().max_context.min(held)).unwrap_or(u32::MAX)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

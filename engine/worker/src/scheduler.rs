@@ -43,6 +43,8 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+pub(crate) use step::LOGIT_ROWS_MAX;
+
 /// Interval between admission attempts while requests wait for pages. Abandoned transfers return
 /// their pages without an event, so the thread must poll for them.
 const PAGE_RETRY_INTERVAL: Duration = Duration::from_millis(20);

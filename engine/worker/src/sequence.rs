@@ -31,7 +31,9 @@ use crate::api::{
 };
 use crate::metrics::{Metrics, PageSource, RequestOutcome};
 use crate::pages::SequencePages;
+use crate::request_memory::{RequestMemory, event_bytes};
 use crate::sampling::{PromptRows, SampledToken, SamplingJob};
+use crate::scheduler::RETRY_AFTER_MS;
 use crate::store::OpenPut;
 use larder_client::PutOutcome;
 use larder_format::{PageKey, page_keys};
@@ -284,6 +286,7 @@ pub(crate) struct Sequence {
     pub(crate) cancel: CancellationToken,
     /// Place in the bounded queue. Released at admission, so that a new request can enter.
     pub(crate) queue_place: Option<PeerCharge>,
+    memory: RequestMemory,
     pub(crate) times: Timestamps,
     sources: PageSourceCounts,
     prompt_tokens_computed: usize,
@@ -306,6 +309,7 @@ pub(crate) struct SequenceParams {
     pub(crate) deadline: Instant,
     pub(crate) cancel: CancellationToken,
     pub(crate) queue_place: PeerCharge,
+    pub(crate) memory: RequestMemory,
 }
 
 impl Sequence {
@@ -330,6 +334,7 @@ impl Sequence {
             deadline: params.deadline,
             cancel: params.cancel,
             queue_place: Some(params.queue_place),
+            memory: params.memory,
             times: Timestamps { arrived: Instant::now(), admitted: None, loaded: None },
             sources: PageSourceCounts::default(),
             prompt_tokens_computed: 0,
@@ -464,7 +469,7 @@ impl Sequence {
     }
 
     /// Appends a sampled token and sends it. Returns the outcome if the request ends: it was the
-    /// last token, or the client is gone.
+    /// last token, the client is gone, or there is no memory for events that it does not read.
     pub(crate) fn generate(&mut self, token: SampledToken) -> Option<RequestOutcome> {
         let id = token.id;
         let RequestKind::Decode(output) = &mut self.kind else { return Some(RequestOutcome::Failed) };
@@ -497,6 +502,12 @@ impl Sequence {
             let completion_tokens = output.generated as u32;
             let _ = output.events.try_send(DecodeEvent::End { finish_reason, completion_tokens });
             return Some(RequestOutcome::Done);
+        }
+        let unread = output.events.max_capacity() - output.events.capacity();
+        if !self.memory.keep_unread(unread, event_bytes(output.logprobs)) {
+            let message = "too many events of answers wait for clients of your address; read answers as they arrive";
+            let _ = output.events.try_send(DecodeEvent::Error(ApiError::busy(message, RETRY_AFTER_MS)));
+            return Some(RequestOutcome::Refused);
         }
         self.push_token(id);
         None

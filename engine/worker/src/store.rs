@@ -120,6 +120,9 @@ impl OpenPut for ClientPut {
     }
 }
 
+/// Maximum payload bytes of puts queued in the store client. Beyond it the client drops the put,
+/// and its page counts as lost.
+pub(crate) const PUT_QUEUE_BYTES_MAX: usize = 256 << 20;
 /// Maximum retries at a busy node. Few suffice: computing a page takes longer than a short backoff.
 const BUSY_RETRIES: u32 = 3;
 /// Lease on looked-up pages, which keeps them readable until the reads that follow the lookup.

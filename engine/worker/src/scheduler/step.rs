@@ -17,7 +17,7 @@ use std::time::Instant;
 
 /// Maximum tokens of a prompt in one step if the logits of all of them are needed. A row of a large
 /// vocabulary has 600 KB. Admission lets one such prompt run at a time.
-const LOGIT_ROWS_MAX: usize = 64;
+pub(crate) const LOGIT_ROWS_MAX: usize = 64;
 
 impl Scheduler {
     /// Runs one step. Returns `false` if no request was computed: none was ready, or none got a
