@@ -26,8 +26,11 @@ use std::time::Duration;
 use thiserror::Error;
 use tokio::time::Instant;
 
-/// Maximum size of a JSON answer and of one line of a stream, in bytes.
-pub const ANSWER_BYTES_MAX: usize = 1 << 20;
+/// Maximum size of a JSON answer, in bytes. Those of engines take at most a few KiB.
+pub const ANSWER_BYTES_MAX: usize = 32 << 10;
+/// Maximum size of one line of a stream, in bytes. The log-probabilities of 256 tokens of a prompt
+/// take half of it, with the 20 best tokens of each.
+pub const LINE_BYTES_MAX: usize = 256 << 10;
 /// Time an idle pooled connection stays open. It is shorter than usual server timeouts: reusing a
 /// connection that the server is just closing would look like a lost engine.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -372,8 +375,8 @@ impl LineSplitter {
 
     fn extend(&mut self, piece: &[u8]) -> Result<(), String> {
         // Checked before copying, so that an endless line cannot exhaust memory.
-        if self.partial.len() + piece.len() > ANSWER_BYTES_MAX {
-            return Err(format!("a line of its stream exceeds {ANSWER_BYTES_MAX} bytes"));
+        if self.partial.len() + piece.len() > LINE_BYTES_MAX {
+            return Err(format!("a line of its stream exceeds {LINE_BYTES_MAX} bytes"));
         }
         self.partial.extend_from_slice(piece);
         Ok(())
@@ -404,7 +407,7 @@ mod tests {
     #[test]
     fn splitter_refuses_an_endless_line() {
         let mut lines = LineSplitter::default();
-        let chunk = vec![b'x'; ANSWER_BYTES_MAX / 2];
+        let chunk = vec![b'x'; LINE_BYTES_MAX / 2];
         lines.push(&chunk).unwrap();
         lines.push(&chunk).unwrap();
         assert!(lines.push(b"x").is_err());
@@ -412,11 +415,11 @@ mod tests {
 
     #[test]
     fn splitter_refuses_a_line_that_ends_beyond_the_limit() {
-        let whole = vec![b'x'; ANSWER_BYTES_MAX];
+        let whole = vec![b'x'; LINE_BYTES_MAX];
         let mut lines = LineSplitter::default();
         lines.push(&whole).unwrap();
         lines.push(b"\nnext").unwrap();
-        assert_eq!(lines.take().unwrap().len(), ANSWER_BYTES_MAX);
+        assert_eq!(lines.take().unwrap().len(), LINE_BYTES_MAX);
         let mut lines = LineSplitter::default();
         lines.push(&whole).unwrap();
         assert!(lines.push(b"x\n").is_err() && lines.take().is_none());

@@ -22,7 +22,7 @@ use tokio::time::Instant;
 /// Number of verdicts to keep. Each takes at most some kilobytes.
 const KNOWN_MAX: usize = 512;
 /// Number of workers. A constraint that takes all its time holds up those of its worker only.
-const WORKERS: usize = 2;
+pub(crate) const WORKERS: usize = 2;
 
 #[derive(Debug, Error)]
 pub enum ConstraintError {

@@ -41,10 +41,10 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum time to fetch all files of a model.
 const MODEL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum size of all files of a model in bytes, twice the largest in use.
-const MODEL_BYTES_MAX: usize = 64 << 20;
-/// Maximum number of models that are being fetched. Bounds the memory of downloads and tokenizers
-/// that the table has no room for.
-const LOADS_MAX: usize = 4;
+pub(crate) const MODEL_BYTES_MAX: usize = 64 << 20;
+/// Maximum number of models that are being fetched. Bounds the memory of downloads. Only one of
+/// them builds its tokenizer at a time.
+pub(crate) const LOADS_MAX: usize = 4;
 /// Share of [`LOADS_MAX`] for the engines of one host.
 const LOADS_PER_HOST: usize = LOADS_MAX / 2;
 /// Time an engine stays in the table after the store last named it, provided that it still answers.
@@ -417,10 +417,15 @@ async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<Ser
         }
     }
     let vocab_size = files.get("config.json").and_then(|config| vocab_size(config));
-    let tokenizer =
-        tokio::task::spawn_blocking(move || Tokenizer::from_untrusted_files(&files).map_err(|e| e.to_string()))
-            .await
-            .map_err(|error| error.to_string())??;
+    // A build takes many times the memory of the files.
+    let turn = tokio::time::timeout_at(deadline, router.tokenizer_builds.clone().acquire_owned()).await;
+    let turn = turn.map_err(|_| "the tokenizers of other models took too long to build")?;
+    let build = move || {
+        // Held by the build itself: it goes on if the router stops.
+        let _turn = turn;
+        Tokenizer::from_untrusted_files(&files).map_err(|error| error.to_string())
+    };
+    let tokenizer = tokio::task::spawn_blocking(build).await.map_err(|error| error.to_string())??;
     let name = engine.info.model.clone();
     let chat = tokenizer.chat_template().cloned();
     let chat = chat.map(|template| ChatRenderer::new(router.templates.clone(), name.clone(), template));

@@ -27,6 +27,7 @@
 //! - [`route`]: prefill and decode of one prompt.
 //! - [`openai`], [`admin`]: the two HTTP servers.
 //! - [`metrics`]: Prometheus metrics and the counters of the status page.
+//! - [`memory_plan`]: upper bound of the router's memory.
 #![forbid(unsafe_code)]
 
 pub mod admin;
@@ -37,6 +38,7 @@ pub mod constraints;
 pub mod discovery;
 pub mod engines;
 mod json;
+pub mod memory_plan;
 pub mod metrics;
 pub mod models;
 pub mod openai;
@@ -60,7 +62,7 @@ use std::time::Duration;
 use store::{Directory, StoreDirectory};
 use thiserror::Error;
 use tokio::net::TcpListener;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -80,6 +82,8 @@ pub enum RouterError {
     Listen { address: SocketAddr, source: std::io::Error },
     #[error("cannot set up the HTTP client for engines: {0}")]
     Http(#[from] reqwest::Error),
+    #[error("{0} [LRD0106]")]
+    MemoryPlan(String),
 }
 
 pub(crate) struct RouterState {
@@ -103,6 +107,8 @@ pub(crate) struct RouterState {
     pub(crate) tokeniser: tokenise::TokeniserQueue,
     pub(crate) templates: Arc<templates::TemplateWorkers>,
     pub(crate) constraints: constraints::ConstraintTrials,
+    /// One permit: discovery builds one tokenizer at a time.
+    pub(crate) tokenizer_builds: Arc<Semaphore>,
     pub(crate) started: Instant,
     pub(crate) refresh_soon: Notify,
 }
@@ -166,10 +172,16 @@ impl Router {
         directory: Arc<dyn Directory>,
     ) -> Result<RouterHandle, RouterError> {
         options.validate()?;
+        let plan = memory_plan::of(&options);
+        if let Some(warning) = plan.check(larder_memory::machine::total()).map_err(RouterError::MemoryPlan)? {
+            tracing::warn!("{warning} [LRD0106]");
+        }
+        tracing::info!(bytes = plan.total(), "memory of this router, at most: {plan}");
         let (listener, addr) = listen(options.listen).await?;
         // Bind both ports before any task starts, so that a failure leaves nothing running.
         let (admin_listener, admin_addr) = listen(options.admin_listen).await?;
         let metrics = Arc::new(metrics::Metrics::default());
+        metrics.show_memory_max(&plan);
         let templates = Arc::new(templates::TemplateWorkers::new(options.template_worker.clone(), metrics.clone()));
         let router = Arc::new(RouterState {
             api_addr: addr,
@@ -185,6 +197,7 @@ impl Router {
             answers: PeerBudget::new(openai::ANSWERS_BYTES_MAX / openai::ANSWER_CHARGE_BYTES),
             tokeniser: Default::default(),
             constraints: constraints::ConstraintTrials::new(&templates),
+            tokenizer_builds: Arc::new(Semaphore::new(1)),
             templates,
             started: Instant::now(),
             refresh_soon: Notify::new(),

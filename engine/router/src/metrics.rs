@@ -5,6 +5,7 @@
 
 use crate::engines::EngineTable;
 use larder_http::HttpMetrics;
+use larder_memory::plan::MemoryPlan;
 use larder_worker::api::Role;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -61,6 +62,11 @@ struct ReasonLabels {
     reason: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PartLabels {
+    part: &'static str,
+}
+
 #[derive(Debug)]
 pub struct Metrics {
     requests: Family<RequestLabels, Counter>,
@@ -75,6 +81,7 @@ pub struct Metrics {
     engines_expelled: Counter,
     inflight: Gauge,
     engines_up: Family<RoleLabels, Gauge>,
+    memory_max: Family<PartLabels, Gauge>,
     finished: AtomicU64,
     failed: AtomicU64,
     http: HttpMetrics,
@@ -115,6 +122,7 @@ impl Default for Metrics {
             engines_expelled: Counter::default(),
             inflight: Gauge::default(),
             engines_up: Family::default(),
+            memory_max: Family::default(),
             finished: AtomicU64::new(0),
             failed: AtomicU64::new(0),
             http: HttpMetrics::default(),
@@ -168,6 +176,11 @@ impl Metrics {
             "Engines that accept requests, by role; excludes engines behind an open circuit breaker",
             self.engines_up.clone(),
         );
+        r.register(
+            "memory_max_bytes",
+            "Bytes of memory that the router's limits let each part of it take; template workers are processes of their own",
+            self.memory_max.clone(),
+        );
         self.http.register(&mut r);
         r
     }
@@ -195,6 +208,13 @@ impl Metrics {
 
     pub fn count_expulsion(&self) {
         self.engines_expelled.inc();
+    }
+
+    pub(crate) fn show_memory_max(&self, plan: &MemoryPlan) {
+        for (part, bytes) in plan.parts() {
+            let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+            self.memory_max.get_or_create(&PartLabels { part }).set(bytes);
+        }
     }
 
     /// Adds the token counts of a completed answer. `cached` is a part of `tokens_in`.
@@ -269,6 +289,7 @@ pub fn metrics_registry() -> Registry {
     drop(metrics.retries.get_or_create(&RoleLabels { role: "" }));
     drop(metrics.refusals.get_or_create(&ReasonLabels { reason: "" }));
     drop(metrics.engines_up.get_or_create(&RoleLabels { role: "" }));
+    drop(metrics.memory_max.get_or_create(&PartLabels { part: "" }));
     metrics.http.sample();
     metrics.registry
 }

@@ -36,6 +36,11 @@ const SHORT_PER_PEER: usize = SHORT_MAX / 2;
 const LONG_PER_PEER: usize = 1;
 /// Maximum size of the long texts in progress, in bytes. They take about 400 MB.
 const LONG_BYTES_MAX: usize = 2 << 20;
+/// Memory for a byte of a text that is being tokenised.
+const MEMORY_PER_BYTE: usize = 192;
+/// Memory of all texts in progress, with tokenizers of both kinds: a single long one takes most.
+pub(crate) const MEMORY_MAX: u64 =
+    (2 * (TEXT_BYTES_MAX + SHORT_MAX * (SHORT_BYTES_MAX + BRIEF_BYTES_MAX)) * MEMORY_PER_BYTE) as u64;
 /// Granularity of [`LONG_BYTES_MAX`].
 const CHARGE_BYTES: usize = 1 << 10;
 /// Minimum bytes per token that [`text_bytes_max`] assumes. Tokenizers of small vocabularies drop

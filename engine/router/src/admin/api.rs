@@ -7,7 +7,7 @@
 use crate::metrics::Counters;
 use larder_client::{NodeView, Tier};
 use larder_model::ChatMessage;
-use larder_worker::api::{EngineState, Role};
+use larder_worker::api::{EngineState, MemoryMax, Role};
 use serde::{Deserialize, Serialize};
 
 pub const PATH_HEALTH: &str = "/healthz";
@@ -38,6 +38,9 @@ pub struct StatusResponse {
     pub engines: Vec<EngineStatus>,
     pub models: Vec<ModelStatus>,
     pub router: Counters,
+    /// Memory that the router can take. Empty if it is older than this field.
+    #[serde(default)]
+    pub memory_max: MemoryMax,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]

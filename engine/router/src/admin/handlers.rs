@@ -14,6 +14,7 @@ use super::api::{
 use super::error::AdminError;
 use super::prefix::{Prefix, PrefixInput};
 use crate::RouterState;
+use crate::memory_plan;
 use crate::openai::check_length;
 use crate::openai::fields::Fields;
 use crate::openai::messages::take_messages;
@@ -25,7 +26,7 @@ use axum::{Json, Router};
 use futures::future::join_all;
 use larder_client::PinKind;
 use larder_http::{BodyCharge, RequestBody};
-use larder_worker::api::Role;
+use larder_worker::api::{MemoryMax, Role};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -99,6 +100,7 @@ async fn status(State(router): State<Arc<RouterState>>) -> Json<StatusResponse> 
         engines,
         models: models(&router),
         router: router.metrics.counters(),
+        memory_max: MemoryMax::from(&memory_plan::of(&router.options)),
     })
 }
 

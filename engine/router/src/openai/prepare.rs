@@ -249,16 +249,16 @@ fn context_exceeded(endpoint: Endpoint, max_tokens: Option<u32>, prompt_tokens: 
 /// keys, and for the requests of `choices` choices each to engines.
 ///
 /// # Errors
-/// 400 if several prompts exceed [`PEER_PROMPTS_BYTES_MAX`] by themselves. A single one may.
+/// 400 if the prompts exceed [`PEER_PROMPTS_BYTES_MAX`] by themselves.
 pub(crate) fn charges(endpoint: Endpoint, lengths: &[usize], choices: u32) -> Result<Vec<usize>, ApiError> {
     let token_bytes = PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES * choices as usize;
-    let units = |tokens: &usize| (tokens * token_bytes).min(PEER_PROMPTS_BYTES_MAX).div_ceil(PROMPT_CHARGE_BYTES);
+    let units = |tokens: &usize| (tokens * token_bytes).div_ceil(PROMPT_CHARGE_BYTES);
     let charges: Vec<usize> = lengths.iter().map(units).collect();
     if charges.iter().sum::<usize>() > PEER_PROMPTS_BYTES_MAX / PROMPT_CHARGE_BYTES {
         // A 429 would invite retries, and none of them could succeed.
         let message = format!(
             "the prompts have {} tokens in total, with {choices} answers each; this server has no room for as many in \
-             one request. Please send fewer prompts at once.",
+             one request. Please ask for fewer prompts or answers at once.",
             lengths.iter().sum::<usize>()
         );
         return Err(ApiError::field(endpoint.prompt_field(), message));
@@ -286,7 +286,7 @@ mod tests {
     fn prompts_that_can_never_fit_together_are_the_clients_error() {
         let single = PEER_PROMPTS_BYTES_MAX / (PROMPT_TOKEN_BYTES + CHOICE_TOKEN_BYTES);
         let refused = |lengths: &[usize]| charges(Endpoint::Completion, lengths, 1).is_err();
-        assert!(!refused(&[single]) && !refused(&[2 * single]), "a single prompt is as long as the context allows");
+        assert!(!refused(&[single]) && refused(&[2 * single]), "a single prompt has copies for its answers, too");
         assert!(!refused(&[single / 2, single / 2]));
         let error = charges(Endpoint::Completion, &[single, single / 2], 1).unwrap_err();
         assert_eq!((error.status.as_u16(), error.body.param.as_deref()), (400, Some("prompt")));
