@@ -39,6 +39,9 @@ pub async fn run(args: StatusArgs) -> Result<()> {
 fn format_status(status: &StatusResponse, node_urls: &[String], wide: bool) -> String {
     let mut text =
         format!("larder {}, router up {}, store {}", status.version, uptime(status.uptime_seconds), status.store);
+    if wide && status.memory_max.bytes > 0 {
+        let _ = write!(text, "\nmemory of the router, at most: {}", ByteSize(status.memory_max.bytes));
+    }
     text += &section("STORE NODES", &node_columns(), &status.nodes, wide);
     text += &eviction(&status.nodes);
     let mut devices = entries(&status.nodes, "/tiers/l3/devices");
@@ -172,7 +175,7 @@ fn eviction_sentences(state: &Value) -> Vec<String> {
     sentences
 }
 
-fn engine_columns() -> [Column<EngineStatus>; 11] {
+fn engine_columns() -> [Column<EngineStatus>; 12] {
     [
         wide_column("NAME", |engine| engine.name.clone()),
         column("ROLE", |engine: &EngineStatus| engine.role.to_string()),
@@ -189,6 +192,10 @@ fn engine_columns() -> [Column<EngineStatus>; 11] {
         column("STORE NODES", |engine| engine.state.as_ref().map_or("-".into(), |state| state.store_nodes.to_string())),
         wide_column("OUTSTANDING TOKENS", |engine| engine.outstanding_tokens.to_string()),
         wide_column("MAX CONTEXT", |engine| engine.max_context.to_string()),
+        wide_column("MEMORY MAX", |engine| match &engine.state {
+            Some(state) if state.memory_max.bytes > 0 => ByteSize(state.memory_max.bytes).to_string(),
+            _ => "-".into(),
+        }),
     ]
 }
 

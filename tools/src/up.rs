@@ -15,6 +15,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use bytesize::ByteSize;
 use clap::Parser;
 use larder_client::{DEFAULT_CONNECTIONS, StoreUrl, Transport};
+use larder_memory::machine;
+use larder_memory::plan::MemoryPlan;
 use larder_node::{Node, NodeOptions};
 use larder_router::{Router, RouterHandle, RouterOptions};
 use larder_worker::{Engine, EngineHandle, EngineOptions, Preloaded, Role};
@@ -30,6 +32,7 @@ pub const ADMIN_URL_FILE: &str = "admin.url";
 const PROMPT: &str = "In the beginning God created the heaven and the earth. And the earth was without form, and void; \
                       and darkness was upon the face of the deep. And the Spirit of God";
 const READY_TIMEOUT: Duration = Duration::from_secs(30);
+const ROLES: [Role; 2] = [Role::Prefill, Role::Decode];
 
 #[derive(Debug, Parser)]
 pub struct Args {
@@ -66,6 +69,64 @@ pub struct Args {
     api: ApiArgs,
     #[command(flatten)]
     http: HttpArgs,
+}
+
+impl Args {
+    fn node_options(&self, number: u16, l2_bytes: u64) -> NodeOptions {
+        let free_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let mut options = NodeOptions {
+            listen: free_port,
+            admin_listen: Some(free_port),
+            data_dir: Some(node_dir(&self.data_dir, number)),
+            l2_bytes,
+            l3_bytes: self.l3_bytes.as_u64(),
+            ..NodeOptions::default()
+        };
+        self.tiers.apply(&mut options);
+        self.http.apply_common(&mut options.http);
+        options
+    }
+
+    fn engine_options(&self, role: Role, folder: &Path, model: &LoadedModel, store: StoreUrl) -> EngineOptions {
+        let mut options = EngineOptions::new(role, folder, store);
+        options.preloaded = Some(model.preloaded.clone());
+        options.page_tokens = model.shape.page_tokens;
+        options.l1_bytes = model.sizes.l1 as usize;
+        options.model_name = self.model_name.clone();
+        options.request_timeout = self.api.request_timeout();
+        self.http.apply_common(&mut options.http);
+        options
+    }
+
+    fn router_options(&self, store: StoreUrl) -> RouterOptions {
+        let mut options = RouterOptions::new(store);
+        options.listen = self.listen;
+        options.admin_listen = self.admin_listen;
+        self.api.apply(&mut options);
+        self.http.apply(&mut options.http);
+        self.http.apply_common(&mut options.admin_http);
+        options
+    }
+
+    /// Memory of all parts together. Each part compares only its own with the machine.
+    fn memory_plan(&self, folder: &Path, model: &LoadedModel) -> MemoryPlan {
+        // No plan depends on the addresses of the nodes.
+        let store = store_url(Vec::new());
+        let [prefill, decode] = ROLES.map(|role| {
+            let options = self.engine_options(role, folder, model, store.clone());
+            larder_worker::memory_plan::of(&options, &model.preloaded.model)
+        });
+        // Both have the same weights.
+        let engines = [prefill, decode.without(larder_worker::memory_plan::WEIGHTS)];
+        let router = larder_router::memory_plan::of(&self.router_options(store));
+        let l2_bytes = model.sizes.l2;
+        let nodes = (0..self.nodes).map(|number| larder_node::memory_plan::of(&self.node_options(number, l2_bytes)));
+        MemoryPlan::of_all("process", nodes.chain(engines).chain([router]))
+    }
+}
+
+fn store_url(nodes: Vec<String>) -> StoreUrl {
+    StoreUrl { nodes, transport: Transport::Auto, connections: DEFAULT_CONNECTIONS }
 }
 
 /// The loaded model, and the sizes chosen for it.
@@ -112,50 +173,26 @@ impl LocalCluster {
     }
 
     async fn start_nodes(&mut self, args: &Args, l2_bytes: u64) -> Result<()> {
-        let free_port = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         for number in 0..args.nodes {
-            let dir = node_dir(&args.data_dir, number);
-            let mut options = NodeOptions {
-                listen: free_port,
-                admin_listen: Some(free_port),
-                data_dir: Some(dir.clone()),
-                l2_bytes,
-                l3_bytes: args.l3_bytes.as_u64(),
-                ..NodeOptions::default()
-            };
-            args.tiers.apply(&mut options);
-            args.http.apply_common(&mut options.http);
+            let options = args.node_options(number, l2_bytes);
             let node = Node::start(options).await.with_context(|| format!("store node {number} cannot start"))?;
             let admin = node.admin_addr();
             self.nodes.push(node);
             if let Some(admin) = admin {
-                self.write_url(&dir, admin)?;
+                self.write_url(&node_dir(&args.data_dir, number), admin)?;
             }
         }
         Ok(())
     }
 
     async fn start_serving(&mut self, args: &Args, folder: &Path, model: &LoadedModel) -> Result<()> {
-        let nodes = self.nodes.iter().map(|node| node.addr().to_string()).collect();
-        let store = StoreUrl { nodes, transport: Transport::Auto, connections: DEFAULT_CONNECTIONS };
-        for role in [Role::Prefill, Role::Decode] {
-            let mut options = EngineOptions::new(role, folder, store.clone());
-            options.preloaded = Some(model.preloaded.clone());
-            options.page_tokens = model.shape.page_tokens;
-            options.l1_bytes = model.sizes.l1 as usize;
-            options.model_name = args.model_name.clone();
-            options.request_timeout = args.api.request_timeout();
-            args.http.apply_common(&mut options.http);
+        let store = store_url(self.nodes.iter().map(|node| node.addr().to_string()).collect());
+        for role in ROLES {
+            let options = args.engine_options(role, folder, model, store.clone());
             let engine = Engine::start(options).await.with_context(|| format!("the {role} engine cannot start"))?;
             self.engines.push(engine);
         }
-        let mut options = RouterOptions::new(store);
-        options.listen = args.listen;
-        options.admin_listen = args.admin_listen;
-        args.api.apply(&mut options);
-        args.http.apply(&mut options.http);
-        args.http.apply_common(&mut options.admin_http);
-        let router = Router::start(options).await.context("the router cannot start")?;
+        let router = Router::start(args.router_options(store)).await.context("the router cannot start")?;
         let ready = router.wait_ready(READY_TIMEOUT).await;
         let admin = router.admin_addr();
         self.router = Some(router);
@@ -212,6 +249,15 @@ async fn start(args: &Args, cluster: &mut LocalCluster) -> Result<LoadedModel> {
     // Only now is it known how much memory the weights have left.
     let sizes = Sizes::for_up(shape, args.nodes, args.load.l1, args.l2);
     let model = LoadedModel { preloaded, shape, sizes };
+    // The plan needs valid options. A node says itself what is wrong with them.
+    if args.node_options(0, sizes.l2).validate().is_ok() {
+        let plan = args.memory_plan(&folder, &model);
+        // The engines and the router warn of their limits.
+        if let Err(refusal) = plan.check(machine::total()) {
+            bail!("{refusal} [LRD0106]");
+        }
+        tracing::info!(bytes = plan.total(), "memory of this process, at most: {plan}");
+    }
     cluster.start_nodes(args, sizes.l2).await?;
     cluster.start_serving(args, &folder, &model).await?;
     Ok(model)

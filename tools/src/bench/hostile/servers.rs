@@ -5,7 +5,8 @@ use super::cpu;
 use crate::bundled;
 use anyhow::{Context, Result, bail};
 use larder_format::NamespaceDescriptor;
-use larder_worker::api::{EngineInfo, PATH_MODEL};
+use larder_router::admin::api::PATH_STATUS;
+use larder_worker::api::{EngineInfo, PATH_MODEL, PATH_STATE};
 use serde_json::Value;
 use std::fs::File;
 use std::net::SocketAddr;
@@ -213,7 +214,7 @@ impl Servers {
     async fn wait_for_engines(&self) -> Result<()> {
         let begin = Instant::now();
         while begin.elapsed() < START_TIMEOUT {
-            let status = self.get(self.ports.admin, "/admin/v1/status").await?;
+            let status = self.get(self.ports.admin, PATH_STATUS).await?;
             if status["engines"].as_array().is_some_and(|engines| engines.len() == 2) {
                 return Ok(());
             }
@@ -228,6 +229,18 @@ impl Servers {
 
     pub async fn node_status(&self) -> Result<Value> {
         self.get(self.ports.node_admin, "/status").await
+    }
+
+    /// Memory that every server states as its maximum, in bytes, in the order of [`Servers::all`].
+    pub async fn memory_max(&self) -> Result<Vec<u64>> {
+        let Ports { node_admin, prefill, decode, admin, .. } = self.ports;
+        let statuses = [(node_admin, "/status"), (prefill, PATH_STATE), (decode, PATH_STATE), (admin, PATH_STATUS)];
+        let mut bounds = Vec::new();
+        for (server, (port, path)) in self.all.iter().zip(statuses) {
+            let stated = self.get(port, path).await?["memory_max"]["bytes"].as_u64();
+            bounds.push(stated.with_context(|| format!("{} states no maximum of its memory", server.name))?);
+        }
+        Ok(bounds)
     }
 
     /// Processor time of every server in seconds, in the order of [`Servers::all`].
