@@ -30,7 +30,7 @@ fn overloaded_node_refuses_what_exceeds_its_memory_and_serves_the_rest() {
         assert!(value(name) >= least, "{name}: {report_text}");
     }
     assert_eq!((value("wrong_bytes"), value("bytes_in_flight")), (0.0, 0.0), "{report_text}");
-    assert!(value("rss_max_mib") <= 1.05 * value("rss_budget_mib"), "{report_text}");
+    assert!(value("rss_max_mib") <= value("memory_plan_mib"), "{report_text}");
     // The probe sends one request at a time with a deadline of a second. A node that queued it
     // until its deadline, instead of refusing it, would give at most one refusal per second.
     assert!(value("probe_refusals") > SECONDS as f64, "refusals do not wait: {report_text}");

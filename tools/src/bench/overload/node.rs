@@ -10,15 +10,7 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 
-const L2_MIB: u64 = 256;
-const IN_FLIGHT_MIB: u64 = 64;
-const REQUESTS_MIB: u64 = 16;
-/// Memory outside the budgets: code, threads, index and memory that the allocator retains.
-const FIXED_MIB: u64 = 48;
-/// Maximum resident memory, including the touched part of the arena. It is the sum of the budgets
-/// that the node gets, and of [`FIXED_MIB`].
-pub const BUDGET_BYTES: u64 = (L2_MIB + IN_FLIGHT_MIB + REQUESTS_MIB + FIXED_MIB) << 20;
-/// Options with the budgets above.
+/// Options of the node under overload. Its memory plan follows from them.
 pub const OPTIONS: [&str; 6] = ["--l2", "256MiB", "--in-flight", "64MiB", "--request-memory", "16MiB"];
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 /// Limit for a status answer. It is generous, because the overloaded machine delays even this
@@ -142,6 +134,11 @@ impl NodeProcess {
 
     pub async fn counters(&self) -> Result<Counters> {
         Ok(Counters(self.status().await?["counters"].take()))
+    }
+
+    /// Most memory that the node says it can take, in bytes: the sum of its plan.
+    pub async fn memory_plan(&self) -> Result<u64> {
+        self.status().await?["memory_max"]["bytes"].as_u64().context("the node reports no memory plan")
     }
 
     pub async fn bytes_in_flight(&self) -> Result<u64> {
