@@ -10,7 +10,16 @@
 //! | L2 index | the arena: no page is smaller than its unit |
 //! | L3 index | the log, which reclaims its oldest segment when it has too many pages |
 //! | L3 buffers | the write queue of the log |
-//! | process | nothing: code, threads, and what the allocator keeps |
+//! | process | nothing: code, stacks of threads, and free memory that the allocator keeps |
+//!
+//! The process counts the whole stack of each thread: the workers of the runtime, those for calls
+//! that block, and those of L3. A thread touches a small part of its stack.
+//!
+//! No bound of the allocator's free memory follows from the options. glibc has an arena for each
+//! thread, up to eight per processor. One arena cannot use the free memory of another, and keeps
+//! the part below a block in use. So each could keep what all requests together once had.
+//! The constant part of the process and the rest of the stacks are an allowance for it.
+//! `larder bench overload` and `larder bench hostile` compare the plan with the memory of a node.
 
 use crate::options::NodeOptions;
 use crate::tiers::{PAGE_MEMORY_BYTES, SLOT_UNIT};
@@ -18,9 +27,18 @@ use larder_memory::machine::MachineMemory;
 use larder_memory::plan::{MemoryPart, MemoryPlan};
 use serde_json::{Map, Value};
 
-/// Memory of the process beside all other parts: code, threads, tables of a bounded size, and free
-/// memory that the allocator keeps. The record of forgets takes 16 MiB of it.
+/// Memory of the process beside all other parts and the stacks: code, tables of a bounded size, and
+/// free memory that the allocator keeps. The record of forgets takes 16 MiB of it.
 const PROCESS_BYTES: u64 = 56 << 20;
+/// Stack of a thread, as the standard library and tokio map it. Touched pages stay in memory until
+/// the thread ends.
+const STACK_BYTES: u64 = 2 << 20;
+/// Threads for calls that block. One each stores the identity, the names of engines and the flushes
+/// of Redis databases, and reads the facts of the host. RDMA needs more while connections open.
+const BLOCKING_THREADS: u64 = 4;
+/// Threads of an L3 device: its executor, the one that glommio starts beside it, and the one that
+/// opens and removes files.
+const DEVICE_THREADS: u64 = 3;
 /// Largest value of `--l3-mean-page` that a refusal proposes: no page is larger.
 const MEAN_PAGE_BYTES_MAX: u64 = 16 << 20;
 const L3_INDEX: &str = "L3 index";
@@ -42,7 +60,7 @@ pub fn of(options: &NodeOptions) -> MemoryPlan {
         MemoryPart::reserved("L2 index", pages.saturating_mul(PAGE_MEMORY_BYTES), "lower --l2"),
         MemoryPart::reserved(L3_INDEX, l3_index, larger_pages),
         MemoryPart::reserved("L3 buffers", l3_buffers, "use fewer L3 devices"),
-        MemoryPart::reserved("process", PROCESS_BYTES, "use a machine with more memory"),
+        MemoryPart::reserved("process", process_bytes(devices.len()), "use a machine with more memory"),
     ];
     MemoryPlan::new("node", parts)
 }
@@ -63,6 +81,14 @@ pub(crate) fn json(plan: &MemoryPlan) -> Value {
     json.insert("bytes".into(), plan.total().into());
     json.insert("parts".into(), Value::Object(parts.collect()));
     json.into()
+}
+
+/// Memory of the process, with the stacks of its threads.
+fn process_bytes(devices: usize) -> u64 {
+    // The plan of a node is computed in the runtime that runs it.
+    let workers = tokio::runtime::Handle::try_current().map_or(1, |runtime| runtime.metrics().num_workers());
+    let threads = workers as u64 + BLOCKING_THREADS + devices as u64 * DEVICE_THREADS;
+    PROCESS_BYTES + threads * STACK_BYTES
 }
 
 /// Smallest power of two for [`NodeOptions::l3_mean_page_bytes`] with which the plan fits.
@@ -114,6 +140,18 @@ mod tests {
         assert_eq!(plan.bytes_of(L3_INDEX), 4 * GIB / 8192 * larder_log::PAGE_MEMORY_BYTES);
         let slots = (GIB + GIB / 8) / 4096;
         assert_eq!(plan.bytes_of("L2 index"), slots * PAGE_MEMORY_BYTES);
+    }
+
+    #[test]
+    fn process_has_a_stack_for_each_thread() {
+        let process = |workers: usize, options: &NodeOptions| {
+            let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(workers).build().unwrap();
+            let _entered = runtime.enter();
+            of(options).bytes_of("process")
+        };
+        let (no_device, one_device) = (NodeOptions::default(), with_l3(GIB));
+        assert_eq!(process(16, &no_device) - process(2, &no_device), 14 * STACK_BYTES);
+        assert_eq!(process(2, &one_device) - process(2, &no_device), DEVICE_THREADS * STACK_BYTES);
     }
 
     #[test]
