@@ -188,3 +188,22 @@ async fn verify_accepts_the_data_directory_of_up() {
     // 21 pages of the prompt. The generated tokens may complete another one.
     assert!((21..=22).contains(&pages), "{text}");
 }
+
+#[test]
+fn nodes_that_exceed_the_machine_only_together_do_not_start() {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB")).unwrap();
+    let total: u64 = total.parse::<u64>().unwrap() << 10;
+    // The index takes 128 bytes per 8 KiB of L3, which is an eighth of the machine for each node.
+    // Unlike L2 it takes no memory at the start, should the check be missing.
+    let l3_bytes = (8 * total).to_string();
+    let l3 = ["--l3-bytes", &l3_bytes, "--l3-mean-page", "4KiB"];
+    let l2 = ["--l2", "32MiB", "--in-flight", "16MiB"];
+    let dir = data_dir();
+    let first = ["up", "--nodes", "16", "--listen", "127.0.0.1:0", "--data-dir", dir.path().to_str().unwrap()];
+    let mut up = Process::start(&[&first[..], &l2, &l3].concat());
+    assert_eq!(up.wait().code(), Some(1), "an error, not a panic: {}", up.stderr());
+    let error = up.stderr();
+    assert!(error.contains("raise --l3-mean-page") && error.trim_end().ends_with("[LRD0106]"), "{error}");
+    assert!(!dir.path().join("node-0").exists(), "no node has started");
+}
