@@ -311,7 +311,8 @@ typedef struct {
   const larder_key *parent;
   // Time after which the pages become misses. 0: never.
   uint64_t ttl_us;
-  // Retries at a busy node, each after the pause that it suggests.
+  // Retries at a busy node, each after the pause that it suggests: up to 10 s, and within the
+  // timeout.
   uint32_t busy_retries;
 } larder_put_options;
 
@@ -428,8 +429,11 @@ larder_status larder_lease_release(larder_lease lease);
 // Reads pages into the caller's memory. `tiers` has `count` elements.
 //
 // `memories` has one element for each page, or one for each part of each page, page by page. Two
-// of them must not overlap. The content of a missed page's memory is undefined. `busy_retries` is
-// the number of retries at a busy node, each after the pause that it suggests.
+// of them must not overlap. The content of a missed page's memory is undefined.
+//
+// The call requests pages that a busy node refused once more, as long as each request brings
+// pages. `busy_retries` is the number of retries after requests that bring none. Each waits as the
+// node suggests, up to 10 s and within the timeout.
 larder_status larder_get_into(larder_client client,
                               const larder_key *keys,
                               size_t count,

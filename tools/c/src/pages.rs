@@ -135,8 +135,11 @@ pub extern "C" fn larder_lease_release(lease: LarderLease) -> LarderStatus {
 /// Reads pages into the caller's memory. `tiers` has `count` elements.
 ///
 /// `memories` has one element for each page, or one for each part of each page, page by page. Two
-/// of them must not overlap. The content of a missed page's memory is undefined. `busy_retries` is
-/// the number of retries at a busy node, each after the pause that it suggests.
+/// of them must not overlap. The content of a missed page's memory is undefined.
+///
+/// The call requests pages that a busy node refused once more, as long as each request brings
+/// pages. `busy_retries` is the number of retries after requests that bring none. Each waits as the
+/// node suggests, up to 10 s and within the timeout.
 ///
 /// # Safety
 /// The arrays have as many elements as stated. Nothing else accesses the memories during the call.

@@ -176,7 +176,8 @@ pub struct LarderPutOptions {
     pub parent: *const LarderKey,
     /// Time after which the pages become misses. 0: never.
     pub ttl_us: u64,
-    /// Retries at a busy node, each after the pause that it suggests.
+    /// Retries at a busy node, each after the pause that it suggests: up to 10 s, and within the
+    /// timeout.
     pub busy_retries: u32,
 }
 

@@ -114,7 +114,12 @@ class Client:
     def get_into(
         self, keys: Sequence[Key], buffers: Sequence[Page], timeout: float, *, busy_retries: int = 0
     ) -> list[Optional[Tier]]:
-        """Reads pages into memory. Returns the tier of each page, or None for a miss, whose memory is undefined."""
+        """Reads pages into memory. Returns the tier of each page, or None for a miss, whose memory is undefined.
+
+        The call requests pages that a busy node refused once more, as long as each request brings pages.
+        `busy_retries` is the number of retries after requests that bring none. Each request waits as the node
+        suggests, up to 10 s and within the timeout.
+        """
         return self._native.get_into(keys, buffers, timeout, busy_retries=busy_retries)
 
     def put_from(
@@ -132,6 +137,9 @@ class Client:
 
         With `position`, the keys are consecutive pages of one sequence, from that page on, and `parent` is the key
         of the page before them. Eviction uses both. The pages become misses after `ttl` seconds.
+
+        `busy_retries` is the number of retries at a busy node. Each waits as the node suggests, up to 10 s and within
+        the timeout.
         """
         return self._native.put_from(
             keys, buffers, timeout, parent=parent, position=position, ttl=ttl, busy_retries=busy_retries
