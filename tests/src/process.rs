@@ -49,6 +49,10 @@ pub fn unused_address() -> SocketAddr {
     SocketAddr::from((Ipv4Addr::new(127, high | 0x80, middle, low), port))
 }
 
+/// Time between two looks at an idle process. A node that waits for room tries again more often,
+/// so it is not idle.
+const IDLE_INTERVAL: Duration = Duration::from_millis(25);
+
 pub struct Process {
     child: Child,
     lines: mpsc::Receiver<String>,
@@ -136,6 +140,47 @@ impl Process {
         kib.unwrap_or_else(|| panic!("no {name} in {path}")) << 10
     }
 
+    /// Waits until the process has taken what was sent to it at `address`, and waits for more: the
+    /// kernel has delivered all bytes, and no thread has run since the look before. Blocks the
+    /// calling thread.
+    ///
+    /// # Panics
+    /// Panics if the process has ended, or still runs after [`PATIENCE`].
+    pub fn wait_until_idle(&self, address: SocketAddr) {
+        let deadline = Instant::now() + PATIENCE;
+        let mut before = None;
+        loop {
+            // First: a delivery wakes a thread before the sender sees it.
+            let is_delivered = is_delivered(address);
+            let cpu_time = self.cpu_time_if_asleep().filter(|_| is_delivered);
+            if cpu_time.is_some() && cpu_time == before {
+                return;
+            }
+            before = cpu_time;
+            assert!(Instant::now() < deadline, "larder is not idle; stderr:\n{}", self.stderr());
+            std::thread::sleep(IDLE_INTERVAL);
+        }
+    }
+
+    /// Processor time of all threads. `None` while one of them has a processor or waits for one.
+    fn cpu_time_if_asleep(&self) -> Option<Duration> {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("the process runs");
+        let mut total = Duration::ZERO;
+        for task in tasks {
+            // A thread that ends between two reads has run.
+            let task = task.ok()?.path();
+            let stat = std::fs::read_to_string(task.join("stat")).ok()?;
+            // The state follows the thread's name in parentheses.
+            let (_, state) = stat.rsplit_once(") ")?;
+            if !state.starts_with('S') {
+                return None;
+            }
+            let schedstat = std::fs::read_to_string(task.join("schedstat")).ok()?;
+            total += Duration::from_nanos(schedstat.split_whitespace().next()?.parse().ok()?);
+        }
+        Some(total)
+    }
+
     /// Number of open file descriptors of the process.
     ///
     /// # Panics
@@ -218,6 +263,20 @@ impl Drop for Process {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Returns `true` if the kernel has delivered all bytes that were sent over TCP to an IPv4 address
+/// of this machine.
+fn is_delivered(address: SocketAddr) -> bool {
+    let SocketAddr::V4(address) = address else { panic!("{address} is not an IPv4 address") };
+    let peer = format!("{:08X}:{:04X}", u32::from_ne_bytes(address.ip().octets()), address.port());
+    let sockets = std::fs::read_to_string("/proc/net/tcp").expect("Linux has it");
+    sockets.lines().skip(1).all(|line| {
+        // Number, own address, peer, state, bytes that are not acknowledged and not read.
+        let mut fields = line.split_whitespace().skip(2);
+        let (to, queues) = (fields.next(), fields.nth(1));
+        to != Some(peer.as_str()) || queues.is_some_and(|queues| queues.starts_with("00000000:"))
+    })
 }
 
 /// Store nodes, engines and a router, each in its own process. Dropping it kills all of them.

@@ -66,31 +66,25 @@ async fn serves(client: &Client, number: u32) {
     assert!(tier.is_some() && got == bytes, "page {number} comes back");
 }
 
-/// Waits until the memory of a process has not grown for a second, and returns it.
-async fn settled_memory(node: &Process) -> u64 {
-    let mut before = node.memory_bytes("VmRSS");
-    loop {
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        let now = node.memory_bytes("VmRSS");
-        if now <= before + MIB / 4 {
-            return now;
-        }
-        before = now;
-    }
+/// Memory of a node that has taken what was sent to it, in bytes.
+fn settled_memory(node: &Process, address: SocketAddr) -> u64 {
+    node.wait_until_idle(address);
+    node.memory_bytes("VmRSS")
 }
 
 /// Memory that connections of strangers add to a node, in bytes.
 async fn memory_of<F: Future<Output = RawConnection>>(
     node: &Process,
+    address: SocketAddr,
     count: usize,
     mut connect: impl FnMut(usize) -> F,
 ) -> (u64, Vec<RawConnection>) {
-    let before = settled_memory(node).await;
+    let before = settled_memory(node, address);
     let mut connections = Vec::new();
     for number in 0..count {
         connections.push(connect(number).await);
     }
-    let after = settled_memory(node).await;
+    let after = settled_memory(node, address);
     println!("{count} connections: {} to {} KiB", before >> 10, after >> 10);
     (after.saturating_sub(before), connections)
 }
@@ -106,8 +100,8 @@ async fn connection_before_its_handshake_costs_at_most_16_kib() {
         raw
     };
     // The first ones pay for pools of the allocator and of the runtime.
-    let (_, warm) = memory_of(&node, 50, connect).await;
-    let (added, connections) = memory_of(&node, CONNECTIONS, connect).await;
+    let (_, warm) = memory_of(&node, address, 50, connect).await;
+    let (added, connections) = memory_of(&node, address, CONNECTIONS, connect).await;
     let added = added / CONNECTIONS as u64;
     println!("{added} bytes per connection");
     assert!(added <= 16 << 10, "{added} bytes per connection");
@@ -135,7 +129,7 @@ async fn announced_bodies_take_no_memory_before_they_arrive() {
     for (page, request) in [Request::Status, Request::Locate(vec![])].into_iter().enumerate() {
         let kind = request.frame(larder_wire::PROTOCOL_VERSION, 0, 0, None).head[4];
         let header = &larder_wire::Frame::new(kind, 1, 0, &body, None).head[..HEADER_BYTES];
-        let (added, connections) = memory_of(&node, 600, async |number| {
+        let (added, connections) = memory_of(&node, address, 600, async |number| {
             let namespace = namespace(&format!("stranger-{}", number % 4));
             let mut raw = RawConnection::connect(address, Some(namespace)).await.unwrap();
             raw.send_bytes(header).await.unwrap();
@@ -275,7 +269,7 @@ async fn unread_member_lists_are_bounded() {
         let register = Request::Register { name: format!("member-{number}"), ttl_ms: 60_000, info };
         member.request(&register).await.unwrap();
     }
-    let (added, connections) = memory_of(&node, 30, async |_| {
+    let (added, connections) = memory_of(&node, address, 30, async |_| {
         let mut raw = RawConnection::connect(address, None).await.unwrap();
         for _ in 0..100 {
             raw.send(&Request::Members).await.unwrap();
@@ -352,7 +346,7 @@ async fn waiting_followers_take_the_memory_that_they_are_charged() {
     const CONNECTIONS: usize = 20;
     const FOLLOWS: u32 = 700;
     let (node, address) = start(&[]);
-    let (added, connections) = memory_of(&node, CONNECTIONS, async |number| {
+    let (added, connections) = memory_of(&node, address, CONNECTIONS, async |number| {
         let mut raw = RawConnection::connect(address, Some(namespace("stranger"))).await.unwrap();
         for follow in 0..FOLLOWS {
             raw.send(&Request::Follow(key((number as u32) << 16 | follow))).await.unwrap();

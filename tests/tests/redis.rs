@@ -237,7 +237,15 @@ async fn hostile_clients_delay_no_other() {
         }
         hostile.push(connection);
     }
-    std::thread::sleep(Duration::from_secs(2));
+    // The node has taken what it takes of each, and none of them waits for room.
+    node.wait_until_idle(address);
+    // It takes room back from writers that are silent for a second.
+    let first = value(2, 40, MIB);
+    let deadline = Instant::now() + PATIENCE;
+    while good.call(&[b"SET", b"mine", &first]).unwrap() != ok() {
+        assert!(Instant::now() < deadline, "silent writers keep their room: {}", node.stderr());
+        std::thread::sleep(Duration::from_millis(10));
+    }
     for number in 0..40 {
         assert_eq!(good.call(&[b"SET", b"mine", &value(2, number, MIB)]).unwrap(), ok(), "{number}");
         assert!(good.call(&[b"GET", b"long"]).unwrap() == RedisReply::Bulk(long.clone()));
@@ -318,17 +326,9 @@ fn connection_before_its_first_command_costs_at_most_16_kib() {
         }
         connections
     };
-    // Until it has not grown for a second.
     let settled_memory = || {
-        let mut before = node.memory_bytes("VmRSS");
-        loop {
-            std::thread::sleep(Duration::from_secs(1));
-            let now = node.memory_bytes("VmRSS");
-            if now <= before + MIB as u64 / 4 {
-                return now;
-            }
-            before = now;
-        }
+        node.wait_until_idle(address);
+        node.memory_bytes("VmRSS")
     };
     // The first ones pay for pools of the allocator and of the runtime.
     let warm = connect(50);
