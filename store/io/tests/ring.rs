@@ -197,6 +197,8 @@ async fn panic_in_a_completion_does_not_stop_the_ring(setup: Setup) {
     bed.read(file, 0, BLOCK).await.unwrap();
 }
 
+/// Judges the processor time of the ring's thread, which other work on the machine does not
+/// lengthen.
 async fn idle_ring_uses_no_cpu(setup: Setup) {
     // A thread has a name of 15 bytes.
     let name = format!("idle-{}-{}", setup.executor, u8::from(setup.deferred));
