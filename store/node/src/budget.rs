@@ -57,7 +57,7 @@ use tenants::TenantTable;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 pub(crate) use writers::{EXPOSED_MAX, LosingWriter};
-use writers::{Forecast, MeanTime, Scope, WriterOrder, WriterProgress};
+use writers::{Forecast, MeanTime, Scope, WriterOrder, WriterProgress, WrittenPuts};
 
 /// Memory charged to an open connection in addition to its requests: buffers, queues and its task.
 pub(crate) const CONNECTION_BYTES: u64 = 48 << 10;
@@ -184,6 +184,7 @@ struct BudgetState {
     line: Line,
     /// Mean time from a reservation to the end of its put.
     put_time: MeanTime,
+    written_puts: WrittenPuts,
     forecasts: BTreeMap<Scope, Forecast>,
 }
 
@@ -511,7 +512,7 @@ impl Budget {
             state.forecasts.clear();
         }
         if !state.forecasts.contains_key(&scope) {
-            let forecast = state.forecast(scope, self.node_max[Kind::Puts as usize], self.writes.load(), now);
+            let forecast = state.forecast(scope, self.node_max[Kind::Puts as usize], &self.writes, now);
             state.forecasts.insert(scope, forecast);
         }
         &state.forecasts[&scope]
@@ -633,3 +634,5 @@ mod room_tests;
 mod tests;
 #[cfg(all(test, feature = "shuttle"))]
 mod threads;
+#[cfg(test)]
+mod write_tests;

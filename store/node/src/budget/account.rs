@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
 
-/// Longest delay that a refused put suggests. The line is as long as the writers of this time.
+/// Longest delay that a refused put suggests. The line is as long as the writers of this time. A
+/// longer one would leave room unused: see "Longest delay" in `docs/internals/budgets.md`.
 const PUT_RETRY_MAX: Duration = Duration::from_secs(10);
 const PUT_RETRY_MIN: Duration = Duration::from_millis(1);
 /// Delay if the budget has room and another part of the node refused: L3 is not writable, or the
@@ -559,7 +560,10 @@ impl Drop for Charge {
         let mut state = budget.state.lock();
         match self.kind {
             Kind::Requests if self.counts_for_rate => state.request_release_rate.record(now, self.bytes),
-            Kind::Puts if self.counts_for_rate => state.put_time.record(now.saturating_duration_since(self.since), now),
+            Kind::Puts if self.counts_for_rate => {
+                state.put_time.record(now.saturating_duration_since(self.since), now);
+                state.written_puts.record(self.bytes, budget.writes.begun_bytes());
+            }
             Kind::Outstanding => {
                 let received = if self.counts_for_rate { self.bytes } else { 0 };
                 if let Some(connection) = state.connections.get_mut(&connection) {

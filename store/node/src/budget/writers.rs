@@ -6,6 +6,7 @@
 
 use super::tenants::TenantNumber;
 use super::{BudgetState, Kind};
+use crate::tiers::WriteLoad;
 use larder_runtime::fail_point;
 use larder_runtime::sync::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
@@ -205,6 +206,36 @@ impl MeanTime {
     }
 }
 
+/// Tells whether most puts become writes to L3 when they end. Both sums lose an eighth with each
+/// put.
+#[derive(Debug, Default)]
+pub(super) struct WrittenPuts {
+    /// Bytes of ended puts, without the last one: its write begins after its end.
+    ended: u64,
+    /// Part of them that was written at once.
+    written: u64,
+    last: u64,
+    /// Bytes of all writes that had begun when the last put ended.
+    begun: u64,
+}
+
+impl WrittenPuts {
+    /// Records the end of a put of `bytes`. `begun` counts the bytes of all writes so far.
+    pub(super) fn record(&mut self, bytes: u64, begun: u64) {
+        let weight = u64::from(MEAN_WEIGHT);
+        // L3 may write other pages meanwhile.
+        let written = (begun - self.begun).min(self.last);
+        self.ended = self.ended / weight * (weight - 1) + self.last;
+        self.written = self.written / weight * (weight - 1) + written;
+        (self.last, self.begun) = (bytes, begun);
+    }
+
+    /// Returns `true` if the room of most puts becomes free with a write to L3, and not before.
+    pub(super) fn are_most(&self) -> bool {
+        self.written > self.ended / 2
+    }
+}
+
 /// Writers whose room a refusal waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Scope {
@@ -252,6 +283,18 @@ impl Forecast {
         // Whole turns: the puts of a turn often end together, because they began together.
         let turns = ((bytes - all) as f64 / turn_bytes.max(1) as f64).ceil();
         end + self.turn.mul_f64(turns * RETURN_FACTOR)
+    }
+}
+
+/// Adds the bytes that leave the devices to those that become free. A device first writes
+/// `written`, and then the bytes of `ended` puts, as far as there are any.
+fn add_written(freed: &mut [u64; STEPS], written: u64, ended: &[u64; STEPS], bytes_per_second: f64) {
+    let mut done = 0.0_f64;
+    let mut before = Duration::ZERO;
+    for ((time, freed), ended) in steps().zip(freed).zip(ended) {
+        done = (done + bytes_per_second * (time - before).as_secs_f64()).min((written + ended) as f64);
+        before = time;
+        *freed += done.round() as u64;
     }
 }
 
@@ -350,13 +393,25 @@ struct WriterRoom<'a> {
 
 impl BudgetState {
     /// Expected release of room by the writers of `scope`. `max` is the whole room.
-    pub(super) fn forecast(&self, scope: Scope, max: u64, writing: (u64, Option<Duration>), now: Instant) -> Forecast {
+    pub(super) fn forecast(&self, scope: Scope, max: u64, writes: &WriteLoad, now: Instant) -> Forecast {
         let put_time = self.put_time.get(now);
+        let (written, write_time) = writes.load();
+        let bytes_per_second = writes.bytes_per_second();
+        let puts_are_written = self.written_puts.are_most();
+        // Writes to L3 take the room of the node, and not that of a tenant.
+        let forecasts_writes = puts_are_written && scope == Scope::Node && bytes_per_second.is_some();
         let mut freed = [0; STEPS];
+        // Bytes of puts that have ended by then, and keep their room until they are written.
+        let mut ended = [0; STEPS];
         let mut add = |used: u64, end: ExpectedEnd, excess: u64| {
-            for (time, freed) in steps().zip(&mut freed) {
+            // A silent writer's puts end without a write.
+            let is_written = forecasts_writes && matches!(end, ExpectedEnd::Steady { .. });
+            for ((time, freed), ended) in steps().zip(&mut freed).zip(&mut ended) {
                 let taken = if time >= EXCESS_AFTER { excess } else { 0 };
-                *freed += end.freed(used, time).max(taken);
+                let by_then = end.freed(used, time);
+                let to_write = if is_written { by_then } else { 0 };
+                *ended += to_write;
+                *freed += by_then.max(taken) - to_write;
             }
         };
         let mut measured_bytes = 0;
@@ -373,16 +428,15 @@ impl BudgetState {
                 measured_rate += rate;
             }
         }
-        let (written, write_time) = writing;
-        if scope == Scope::Node && written > 0 {
-            let end = write_time.unwrap_or(SILENT_AFTER);
-            add(written, ExpectedEnd::Steady { end, page: 1, received: 0 }, 0);
+        if scope == Scope::Node {
+            let rate = bytes_per_second.unwrap_or(written as f64 / SILENT_AFTER.as_secs_f64());
+            add_written(&mut freed, written, &ended, rate);
         }
         // Those who wait will send about as fast as those who send now.
         let measured =
             (measured_rate > 0).then(|| Duration::from_secs_f64(measured_bytes as f64 / measured_rate as f64));
         let turn = put_time.max(measured).unwrap_or(SILENT_AFTER);
-        let turn = turn + write_time.filter(|_| written > 0).unwrap_or_default();
+        let turn = turn + write_time.filter(|_| written > 0 || puts_are_written).unwrap_or_default();
         Forecast { made_at: now, freed, turn }
     }
 

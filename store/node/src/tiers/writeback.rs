@@ -26,6 +26,8 @@ struct PendingWrite {
     page: Arc<Page>,
     ended: WriteEnded,
     since: Instant,
+    /// Bytes in flight at the begin of the write, with its own.
+    queued_bytes: u64,
     /// True after the page was forgotten or found damaged.
     withheld: bool,
 }
@@ -36,37 +38,55 @@ struct PendingWrites {
     serial_last: u64,
 }
 
-/// Weight of a new sample in the mean time of a write, as a divisor.
+/// Weight of a new sample in a mean, as a divisor.
 const MEAN_WEIGHT: u64 = 8;
 
-/// Bytes being written to L3, and the mean time of a write. The budget for puts reads them for each
+const MIB: u64 = 1 << 20;
+
+/// Bytes being written to L3, and the pace of the writes. The budget for puts reads them for each
 /// reservation, hence without a lock.
 #[derive(Debug, Default)]
 pub(crate) struct WriteLoad {
     bytes: AtomicU64,
-    /// 0 before the first write has ended.
+    /// Bytes of all writes that have begun.
+    begun_bytes: AtomicU64,
+    /// Mean time of a write. 0 before the first write has ended.
     mean_us: AtomicU64,
+    /// Mean time per MiB, if writes end in the order of their begins. 0 before the first write has
+    /// ended.
+    ns_per_mib: AtomicU64,
 }
 
 impl WriteLoad {
-    fn record_begin(&self, bytes: u32) {
+    /// Records the begin of a write. Returns the bytes in flight with it, for
+    /// [`WriteLoad::record_end`].
+    pub(crate) fn record_begin(&self, bytes: u32) -> u64 {
+        let bytes = u64::from(bytes);
         // Relaxed, here and below: the policy enforces the bound, and readers want an estimate.
-        self.bytes.fetch_add(bytes.into(), Ordering::Relaxed);
+        self.begun_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes
     }
 
-    fn record_end(&self, bytes: u32, time: Duration) {
+    /// Records the end of a write that took `time`. `queued_bytes` were in flight at its begin.
+    pub(crate) fn record_end(&self, bytes: u32, queued_bytes: u64, time: Duration) {
         self.bytes.fetch_sub(bytes.into(), Ordering::Relaxed);
-        let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX).max(1);
-        // A concurrent sample may be lost, which a mean tolerates.
-        let mean = match self.mean_us.load(Ordering::Relaxed) {
-            0 => us,
-            mean => (mean / MEAN_WEIGHT * (MEAN_WEIGHT - 1)).saturating_add(us / MEAN_WEIGHT).max(1),
-        };
-        self.mean_us.store(mean, Ordering::Relaxed);
+        add_sample(&self.mean_us, time.as_micros());
+        // The device wrote the bytes ahead in this time, too.
+        add_sample(&self.ns_per_mib, time.as_nanos() * u128::from(MIB) / u128::from(queued_bytes.max(1)));
     }
 
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn begun_bytes(&self) -> u64 {
+        self.begun_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that the devices write per second. `None` before the first write has ended.
+    pub(crate) fn bytes_per_second(&self) -> Option<f64> {
+        let ns = self.ns_per_mib.load(Ordering::Relaxed);
+        (ns > 0).then(|| MIB as f64 * 1e9 / ns as f64)
     }
 
     /// Returns the bytes in flight, and the mean time of a write once one has ended.
@@ -74,6 +94,17 @@ impl WriteLoad {
         let mean = Some(self.mean_us.load(Ordering::Relaxed)).filter(|&us| us > 0);
         (self.bytes(), mean.map(Duration::from_micros))
     }
+}
+
+/// Adds a sample to a mean that is 0 before the first one.
+fn add_sample(mean: &AtomicU64, sample: u128) {
+    let sample = u64::try_from(sample).unwrap_or(u64::MAX).max(1);
+    // A concurrent sample may be lost, which a mean tolerates.
+    let next = match mean.load(Ordering::Relaxed) {
+        0 => sample,
+        mean => (mean / MEAN_WEIGHT * (MEAN_WEIGHT - 1)).saturating_add(sample / MEAN_WEIGHT).max(1),
+    };
+    mean.store(next, Ordering::Relaxed);
 }
 
 /// Table of all writes to L3 that are in flight. Readers find a page here after L2 has evicted it
@@ -93,11 +124,12 @@ impl WritebackTable {
     /// Enters a write. The caller must pass the ticket to [`WritebackTable::end`], whether or not
     /// the write succeeds.
     pub(super) fn begin(&self, page: &Arc<Page>) -> WriteTicket {
-        self.load.record_begin(page.bytes());
+        let queued_bytes = self.load.record_begin(page.bytes());
         let mut pending = self.pending.lock();
         pending.serial_last += 1;
         let ticket = (page.id(), page.generation(), pending.serial_last);
-        let write = PendingWrite { page: page.clone(), ended: Arc::default(), since: now(), withheld: false };
+        let write =
+            PendingWrite { page: page.clone(), ended: Arc::default(), since: now(), queued_bytes, withheld: false };
         pending.by_ticket.insert(ticket, write);
         ticket
     }
@@ -108,7 +140,8 @@ impl WritebackTable {
         // once.
         let write = self.pending.lock().by_ticket.remove(ticket);
         if let Some(write) = write {
-            self.load.record_end(write.page.bytes(), now().saturating_duration_since(write.since));
+            let time = now().saturating_duration_since(write.since);
+            self.load.record_end(write.page.bytes(), write.queued_bytes, time);
             write.ended.update(|ended| *ended = true);
         }
     }
@@ -150,6 +183,21 @@ mod tests {
     use super::*;
     use larder_format::{NamespaceId, PageKey, PageMeta};
     use larder_memory::Arena;
+
+    /// A device that writes a MiB in 10 ms, and three writes that begin at once.
+    #[test]
+    fn rate_of_writes_counts_the_bytes_ahead() {
+        let load = WriteLoad::default();
+        assert_eq!(load.bytes_per_second(), None);
+        let queued = [1, 2, 3].map(|_| load.record_begin(1 << 20));
+        assert_eq!((queued, load.bytes()), ([MIB, 2 * MIB, 3 * MIB], 3 * MIB));
+        for (nth, queued) in (1..).zip(queued) {
+            load.record_end(1 << 20, queued, Duration::from_millis(10 * nth));
+        }
+        let rate = load.bytes_per_second().unwrap();
+        assert!((rate / (100 * MIB) as f64 - 1.0).abs() < 0.01, "{rate} bytes per second");
+        assert_eq!((load.bytes(), load.begun_bytes()), (0, 3 * MIB));
+    }
 
     #[test]
     fn ending_one_write_leaves_another_of_the_same_page_in_flight() {
