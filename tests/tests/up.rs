@@ -189,11 +189,26 @@ async fn verify_accepts_the_data_directory_of_up() {
     assert!((21..=22).contains(&pages), "{text}");
 }
 
-#[test]
-fn nodes_that_exceed_the_machine_only_together_do_not_start() {
+/// Memory that processes of this test may take: that of the machine, or the smallest limit of its
+/// control groups.
+fn memory_of_the_machine() -> u64 {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap();
     let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix(" kB")).unwrap();
-    let total: u64 = total.parse::<u64>().unwrap() << 10;
+    let total = total.parse::<u64>().unwrap() << 10;
+    let cgroup = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let group = cgroup.lines().find_map(|line| line.strip_prefix("0::/"));
+    let groups = group.into_iter().flat_map(|group| Path::new(group).ancestors());
+    let limits = groups.filter_map(|group| {
+        let limit = std::fs::read_to_string(Path::new("/sys/fs/cgroup").join(group).join("memory.max")).ok()?;
+        // `max` in a group without a limit.
+        limit.trim().parse::<u64>().ok()
+    });
+    limits.fold(total, u64::min)
+}
+
+#[test]
+fn nodes_that_exceed_the_machine_only_together_do_not_start() {
+    let total = memory_of_the_machine();
     // The index takes 128 bytes per 8 KiB of L3, which is an eighth of the machine for each node.
     // Unlike L2 it takes no memory at the start, should the check be missing.
     let l3_bytes = (8 * total).to_string();

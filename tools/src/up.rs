@@ -108,7 +108,8 @@ impl Args {
         options
     }
 
-    /// Memory of all parts together. Each part compares only its own with the machine.
+    /// Memory of all parts together, with what they share counted once. Each part compares only its
+    /// own with the machine.
     fn memory_plan(&self, folder: &Path, model: &LoadedModel) -> MemoryPlan {
         // No plan depends on the addresses of the nodes.
         let store = store_url(Vec::new());
@@ -116,10 +117,11 @@ impl Args {
             let options = self.engine_options(role, folder, model, store.clone());
             larder_worker::memory_plan::of(&options, &model.preloaded.model)
         });
-        // Both have the same weights.
-        let engines = [prefill, decode.without(larder_worker::memory_plan::WEIGHTS)];
-        let router = larder_router::memory_plan::of(&self.router_options(store));
+        let shared = [larder_worker::memory_plan::WEIGHTS, "tokenizer", "process"];
+        let engines = [prefill, shared.into_iter().fold(decode, |plan, part| plan.without(part))];
+        let router = larder_router::memory_plan::of(&self.router_options(store)).without("process");
         let l2_bytes = model.sizes.l2;
+        // Each node has tables and threads of its own in its `process`.
         let nodes = (0..self.nodes).map(|number| larder_node::memory_plan::of(&self.node_options(number, l2_bytes)));
         MemoryPlan::of_all("process", nodes.chain(engines).chain([router]))
     }
@@ -252,9 +254,13 @@ async fn start(args: &Args, cluster: &mut LocalCluster) -> Result<LoadedModel> {
     // The plan needs valid options. A node says itself what is wrong with them.
     if args.node_options(0, sizes.l2).validate().is_ok() {
         let plan = args.memory_plan(&folder, &model);
-        // The engines and the router warn of their limits.
-        if let Err(refusal) = plan.check(machine::total()) {
-            bail!("{refusal} [LRD0106]");
+        // With the default sizes, `up` must start on small machines.
+        let is_chosen = args.load.l1.is_some() || args.l2.is_some() || args.nodes > 1;
+        match plan.check(machine::total()) {
+            Err(refusal) if is_chosen => bail!("{refusal} [LRD0106]"),
+            Err(refusal) => tracing::warn!("{refusal} [LRD0106]"),
+            // The engines and the router report their limits.
+            Ok(_) => {}
         }
         tracing::info!(bytes = plan.total(), "memory of this process, at most: {plan}");
     }
@@ -299,4 +305,30 @@ fn print_addresses(args: &Args, cluster: &LocalCluster, loaded: &LoadedModel, du
     say!("    -d '{{\"model\": \"{model}\", \"max_tokens\": 40, \"temperature\": 0.7, \"prompt\": \"{PROMPT}\"}}'");
     say!("");
     say!("`larder status` shows the state, Ctrl-C stops");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn plan_counts_parts_that_the_process_shares_once() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/models").join(bundled::NAME);
+        let args = Args::parse_from(["up", "--nodes", "2"]);
+        let preloaded = args.load.load(&folder).unwrap();
+        let shape = args.load.shape(&preloaded.model);
+        let model = LoadedModel { preloaded, shape, sizes: Sizes { l1: 64 * MIB, l2: 32 * MIB } };
+        let options = args.engine_options(Role::Decode, &folder, &model, store_url(Vec::new()));
+        let engine = larder_worker::memory_plan::of(&options, &model.preloaded.model);
+        let node = larder_node::memory_plan::of(&args.node_options(0, 32 * MIB));
+        let plan = args.memory_plan(&folder, &model);
+        for part in [larder_worker::memory_plan::WEIGHTS, "tokenizer"] {
+            assert!(plan.bytes_of(part) > 0 && plan.bytes_of(part) == engine.bytes_of(part), "{part}: {plan}");
+        }
+        assert_eq!(plan.bytes_of("process"), engine.bytes_of("process") + 2 * node.bytes_of("process"));
+        assert_eq!(plan.bytes_of("L1"), 2 * engine.bytes_of("L1"));
+        assert_eq!(plan.bytes_of("L2"), 64 * MIB);
+    }
 }

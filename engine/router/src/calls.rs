@@ -19,7 +19,6 @@ use larder_worker::api::{
 };
 use reqwest::header::CONTENT_TYPE;
 use serde::de::DeserializeOwned;
-use std::collections::VecDeque;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
@@ -295,12 +294,14 @@ async fn read_body(engine: &str, response: &mut reqwest::Response, bytes_max: us
 }
 
 /// Error in a response without a success status. Proxies answer without the interface's error body,
-/// and newer engines may use unknown codes; the status stands in for the code then.
+/// and newer engines may use unknown codes; the status stands in for the code then. So it does for
+/// a body that is too long: an error page of a proxy is no violation of the engine.
 async fn refusal(engine: &str, mut response: reqwest::Response) -> CallError {
     let status = response.status();
     let header = response.headers().get(HEADER_RETRY_AFTER_MS).and_then(|v| v.to_str().ok()?.parse().ok());
     let body = match read_body(engine, &mut response, ANSWER_BYTES_MAX).await {
         Ok(body) => body,
+        Err(CallError::Violation { .. }) => Vec::new(),
         Err(error) => return error,
     };
     let mut error: ApiError = serde_json::from_slice(&body)
@@ -333,16 +334,16 @@ impl EventStream {
     /// event, as errors. Must not be called after the `end` event: it would report a lost engine.
     pub async fn next(&mut self) -> Result<DecodeEvent, CallError> {
         let line = loop {
-            if let Some(line) = self.lines.take() {
+            let engine = &self.engine;
+            if let Some(line) = self.lines.take().map_err(|reason| CallError::violation(engine, reason))? {
                 break line;
             }
-            let engine = &self.engine;
             let chunk = within(engine, self.deadline, async {
                 self.response.chunk().await.map_err(|error| CallError::lost(engine, describe(&error)))
             })
             .await?;
             let chunk = chunk.ok_or_else(|| CallError::lost(engine, "its stream ended without an end event"))?;
-            self.lines.push(&chunk).map_err(|reason| CallError::violation(engine, reason))?;
+            self.lines.push(chunk);
         };
         match serde_json::from_slice(&line) {
             Ok(DecodeEvent::Error(error)) => Err(CallError::Refused { engine: self.engine.clone(), error }),
@@ -354,23 +355,35 @@ impl EventStream {
     }
 }
 
+/// Cuts a stream into lines. It holds one chunk and one line, however many lines the chunk has: an
+/// entry for each would take many times the memory of short lines.
 #[derive(Debug, Default)]
 struct LineSplitter {
+    /// Begin of a line whose end has not arrived.
     partial: BytesMut,
-    complete: VecDeque<BytesMut>,
+    /// Part of the last chunk that is not cut yet.
+    rest: Bytes,
 }
 
 impl LineSplitter {
-    fn push(&mut self, mut chunk: &[u8]) -> Result<(), String> {
-        while let Some(end) = chunk.iter().position(|&b| b == b'\n') {
-            self.extend(&chunk[..end])?;
+    /// Adds the next chunk. Call it only after [`take`](Self::take) returned `None`.
+    fn push(&mut self, chunk: Bytes) {
+        debug_assert!(self.rest.is_empty(), "lines of the last chunk are left");
+        self.rest = chunk;
+    }
+
+    /// Returns the next line that is not blank, without its end. `None` asks for the next chunk.
+    fn take(&mut self) -> Result<Option<BytesMut>, String> {
+        while let Some(end) = self.rest.iter().position(|&b| b == b'\n') {
+            let piece = self.rest.split_to(end + 1);
+            self.extend(&piece[..end])?;
             let line = self.partial.split();
             if !line.trim_ascii().is_empty() {
-                self.complete.push_back(line);
+                return Ok(Some(line));
             }
-            chunk = &chunk[end + 1..];
         }
-        self.extend(chunk)
+        let piece = std::mem::take(&mut self.rest);
+        self.extend(&piece).map(|()| None)
     }
 
     fn extend(&mut self, piece: &[u8]) -> Result<(), String> {
@@ -380,10 +393,6 @@ impl LineSplitter {
         }
         self.partial.extend_from_slice(piece);
         Ok(())
-    }
-
-    fn take(&mut self) -> Option<BytesMut> {
-        self.complete.pop_front()
     }
 }
 
@@ -396,10 +405,13 @@ mod tests {
         let text = b"one\n\ntwo three\r\nfour\n";
         for cut in 0..text.len() {
             let mut lines = LineSplitter::default();
-            lines.push(&text[..cut]).unwrap();
-            lines.push(&text[cut..]).unwrap();
-            let got: Vec<String> =
-                std::iter::from_fn(|| lines.take()).map(|l| String::from_utf8_lossy(&l).trim().to_string()).collect();
+            let mut got = Vec::new();
+            for chunk in [&text[..cut], &text[cut..]] {
+                lines.push(Bytes::copy_from_slice(chunk));
+                while let Some(line) = lines.take().unwrap() {
+                    got.push(String::from_utf8_lossy(&line).trim().to_string());
+                }
+            }
             assert_eq!(got, ["one", "two three", "four"]);
         }
     }
@@ -407,22 +419,27 @@ mod tests {
     #[test]
     fn splitter_refuses_an_endless_line() {
         let mut lines = LineSplitter::default();
-        let chunk = vec![b'x'; LINE_BYTES_MAX / 2];
-        lines.push(&chunk).unwrap();
-        lines.push(&chunk).unwrap();
-        assert!(lines.push(b"x").is_err());
+        let half = Bytes::from(vec![b'x'; LINE_BYTES_MAX / 2]);
+        for chunk in [half.clone(), half] {
+            lines.push(chunk);
+            assert_eq!(lines.take(), Ok(None));
+        }
+        lines.push(Bytes::from_static(b"x"));
+        assert!(lines.take().is_err());
     }
 
     #[test]
     fn splitter_refuses_a_line_that_ends_beyond_the_limit() {
-        let whole = vec![b'x'; LINE_BYTES_MAX];
-        let mut lines = LineSplitter::default();
-        lines.push(&whole).unwrap();
-        lines.push(b"\nnext").unwrap();
-        assert_eq!(lines.take().unwrap().len(), LINE_BYTES_MAX);
-        let mut lines = LineSplitter::default();
-        lines.push(&whole).unwrap();
-        assert!(lines.push(b"x\n").is_err() && lines.take().is_none());
+        let whole = Bytes::from(vec![b'x'; LINE_BYTES_MAX]);
+        let after_whole = |chunk: &'static [u8]| {
+            let mut lines = LineSplitter::default();
+            lines.push(whole.clone());
+            assert_eq!(lines.take(), Ok(None));
+            lines.push(Bytes::from_static(chunk));
+            lines.take()
+        };
+        assert_eq!(after_whole(b"\nnext").unwrap().unwrap().len(), LINE_BYTES_MAX);
+        assert!(after_whole(b"x\n").is_err());
     }
 
     #[test]

@@ -38,7 +38,8 @@ const MEMBERS_TIMEOUT: Duration = Duration::from_secs(1);
 /// ask for.
 const EMPTY_INTERVAL: Duration = Duration::from_millis(50);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum time to fetch all files of a model.
+/// Maximum time to fetch all files of a model. The wait for the builds of other models and the
+/// start of the chat template's worker have as much each.
 const MODEL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum size of all files of a model in bytes, twice the largest in use.
 pub(crate) const MODEL_BYTES_MAX: usize = 64 << 20;
@@ -417,8 +418,9 @@ async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<Ser
         }
     }
     let vocab_size = files.get("config.json").and_then(|config| vocab_size(config));
-    // A build takes many times the memory of the files.
-    let turn = tokio::time::timeout_at(deadline, router.tokenizer_builds.clone().acquire_owned()).await;
+    // A build takes many times the memory of the files. The wait has a limit of its own: builds of
+    // other models must not fail a model whose files arrived slowly.
+    let turn = tokio::time::timeout(MODEL_TIMEOUT, router.tokenizer_builds.clone().acquire_owned()).await;
     let turn = turn.map_err(|_| "the tokenizers of other models took too long to build")?;
     let build = move || {
         // Held by the build itself: it goes on if the router stops.
@@ -426,6 +428,7 @@ async fn load(router: Arc<RouterState>, engine: Arc<RemoteEngine>) -> Result<Ser
         Tokenizer::from_untrusted_files(&files).map_err(|error| error.to_string())
     };
     let tokenizer = tokio::task::spawn_blocking(build).await.map_err(|error| error.to_string())??;
+    let deadline = Instant::now() + MODEL_TIMEOUT;
     let name = engine.info.model.clone();
     let chat = tokenizer.chat_template().cloned();
     let chat = chat.map(|template| ChatRenderer::new(router.templates.clone(), name.clone(), template));

@@ -174,7 +174,11 @@ impl Router {
         options.validate()?;
         let plan = memory_plan::of(&options);
         if let Some(warning) = plan.check(larder_memory::machine::total()).map_err(RouterError::MemoryPlan)? {
-            tracing::warn!("{warning} [LRD0106]");
+            // Other machines cannot reach it, so no stranger fills the limits.
+            match options.listen.ip().is_loopback() {
+                true => tracing::info!("{warning}"),
+                false => tracing::warn!("{warning} [LRD0106]"),
+            }
         }
         tracing::info!(bytes = plan.total(), "memory of this router, at most: {plan}");
         let (listener, addr) = listen(options.listen).await?;

@@ -35,6 +35,8 @@ const ANSWER_COPIES: u64 = 2;
 const ANSWER_BYTES: u64 = 16 << 10;
 /// Buffer of a connection to an engine that sends fast. The HTTP library fixes it.
 const CLIENT_BUFFER_BYTES: u64 = 408 << 10;
+/// Buffers of a stream: one that the connection fills, and one that is being cut into lines.
+const CLIENT_BUFFERS: u64 = 2;
 /// Events that wait for a slow client: 16 of the longest texts.
 const EVENTS_BYTES: u64 = 16 * (16 << 10);
 /// Memory of a call to an engine: its answer, and a buffer that grows with it.
@@ -57,7 +59,7 @@ pub fn of(options: &RouterOptions) -> MemoryPlan {
     let short_texts = answers.saturating_add(api.connections_max as u64).saturating_mul(ANSWER_CHARGE_BYTES as u64);
     let texts = short_texts.saturating_add(ANSWERS_BYTES_MAX as u64);
     // Each may have a prefill beside its stream.
-    let stream = CLIENT_BUFFER_BYTES + LINE_BYTES_MAX as u64 + EVENTS_BYTES + CALL_BYTES;
+    let stream = CLIENT_BUFFERS * CLIENT_BUFFER_BYTES + LINE_BYTES_MAX as u64 + EVENTS_BYTES + CALL_BYTES;
     let memory = "only clients and engines that use all limits at once take it; use a machine with more memory";
     let parts = vec![
         MemoryPart::limit("connections", sum(HttpOptions::connection_memory_max), "lower --http-connections"),
@@ -118,7 +120,7 @@ mod tests {
         assert_eq!(plan.bytes_of("bodies"), 3 * (64 + 128 + 64 + 8) * MIB);
         assert_eq!(plan.bytes_of("prompts"), (512 + 16) * MIB);
         assert_eq!(plan.bytes_of("answers"), 2 * (256 + 64 + 128) * MIB);
-        assert_eq!(plan.bytes_of("streams"), (408 + 256 + 256 + 96) * MIB);
+        assert_eq!(plan.bytes_of("streams"), (2 * 408 + 256 + 256 + 96) * MIB);
         assert_eq!(plan.bytes_of("template workers"), (4 * 512 + 66 * 64) * MIB);
         let mut smaller = options();
         smaller.http.connections_max = 48;

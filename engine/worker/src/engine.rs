@@ -12,7 +12,7 @@ use crate::http::{self, AppState};
 use crate::metrics::Metrics;
 use crate::options::{EngineOptions, OptionsError, Preloaded, context_limit};
 use crate::publish::Publisher;
-use crate::request_memory::RequestBudget;
+use crate::request_memory::{RequestBudget, requests_bytes_max};
 use crate::scheduler::{Scheduler, SchedulerContext, SchedulerEvent, SchedulerLimits};
 use crate::store::{PUT_QUEUE_BYTES_MAX, PageStore};
 use crate::{memory_plan, republish, scrub};
@@ -226,6 +226,7 @@ async fn launch(
     });
     let eos_tokens = eos_tokens(&loaded);
     let vocab = loaded.model.config().vocab;
+    let requests_bytes = requests_bytes_max(options.max_batch, info.max_context as usize, options.page_tokens as usize);
     let app = Arc::new(AppState {
         vocab,
         request_timeout: options.request_timeout,
@@ -240,7 +241,7 @@ async fn launch(
         commits,
         queue: PeerBudget::new(options.queue_max),
         constrained: PeerBudget::new(options.queue_max),
-        memory: RequestBudget::new(options.page_tokens),
+        memory: RequestBudget::new(requests_bytes, options.page_tokens),
         memory_max: MemoryMax::from(&plan),
         sender: sender.clone(),
         next_id: AtomicU64::new(1),

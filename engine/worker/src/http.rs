@@ -43,7 +43,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
 /// Maximum number of stream events beside the tokens: start, and end or error, with one to spare.
-const NON_TOKEN_EVENTS_MAX: usize = 3;
+pub(crate) const NON_TOKEN_EVENTS_MAX: usize = 3;
 
 /// Maximum time until the scheduler has flushed L1. A step of long prompts takes seconds.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(30);

@@ -11,12 +11,13 @@
 //! | puts | the store client: its queue, and its shared memory |
 //! | connections, bodies | the HTTP server |
 //! | sequences | `request_memory`, and the number of requests that hold pages |
-//! | constraints | their number. Nothing bounds the state of one in bytes |
+//! | constraints | their number. Nothing bounds the state of one, or a compilation, in bytes |
 //! | tokenizer, process | nothing: code, threads, and what the allocator keeps |
 
+use crate::api::TOP_LOGPROBS_MAX;
 use crate::guides::RECENT_MAX;
 use crate::options::{EngineOptions, context_limit};
-use crate::request_memory::{EVENTS_FREE, REQUESTS_BYTES_MAX, UNREAD_BYTES_MAX, event_bytes, token_bytes};
+use crate::request_memory::{EVENTS_FREE, UNREAD_BYTES_MAX, event_bytes, requests_bytes_max, token_bytes};
 use crate::scheduler::LOGIT_ROWS_MAX;
 use crate::store::PUT_QUEUE_BYTES_MAX;
 use larder_client::ClientOptions;
@@ -48,10 +49,13 @@ pub fn of(options: &EngineOptions, model: &Model) -> MemoryPlan {
     let sequences = options.max_batch.saturating_mul(2);
     let rows = options.chunk_tokens.min(sequences.saturating_mul(context)).saturating_add(options.max_batch);
     let logit_rows = options.max_batch.saturating_add(LOGIT_ROWS_MAX);
-    let generated = sequences.saturating_mul(context).saturating_mul(token_bytes(options.page_tokens as usize));
+    let page_tokens = options.page_tokens as usize;
+    let generated = sequences.saturating_mul(context).saturating_mul(token_bytes(page_tokens));
     // Of each connection, a few events may wait without a charge.
-    let events = options.http.connections_max.saturating_mul(EVENTS_FREE * event_bytes(None));
-    let requests = generated.saturating_add(events).saturating_add(REQUESTS_BYTES_MAX + UNREAD_BYTES_MAX);
+    let events =
+        options.http.connections_max.saturating_mul(EVENTS_FREE * event_bytes(Some(TOP_LOGPROBS_MAX as usize)));
+    let charged = requests_bytes_max(options.max_batch, context, page_tokens).saturating_add(UNREAD_BYTES_MAX);
+    let requests = generated.saturating_add(events).saturating_add(charged);
     let guides = (sequences.saturating_add(RECENT_MAX) as u64).saturating_mul(GUIDE_BYTES);
     let puts = (PUT_QUEUE_BYTES_MAX + ClientOptions::default().memory_bytes) as u64;
     let memory = "use a machine with more memory";
@@ -110,7 +114,7 @@ mod tests {
         assert_eq!((plan.bytes_of("L1"), plan.bytes_of("L1 index")), (pages * page_bytes, pages << 10));
         assert_eq!(plan.bytes_of("bodies"), 3 * (64 + 64) * MIB);
         assert_eq!(plan.bytes_of("puts"), 512 * MIB);
-        let sequences = |batch: u64| batch * 2 * 4096 * 26 + 1024 * 64 * 160 + 384 * MIB;
+        let sequences = |batch: u64| batch * 2 * 4096 * 26 + 1024 * 64 * 368 + 384 * MIB;
         assert_eq!(plan.bytes_of("sequences"), sequences(64));
         assert_eq!(plan.bytes_of("constraints"), (128 + 16) * 2 * MIB + 4096 * 420);
         assert!(plan.total() < 3 << 30, "{plan}");

@@ -1,7 +1,7 @@
 //! Memory of an engine's requests: their tokens and parameters, and events that no client has read.
 //!
 //! Invariants:
-//! - The tokens and parameters of all requests take at most [`REQUESTS_BYTES_MAX`]. A request
+//! - The tokens and parameters of all requests take at most [`requests_bytes_max`]. A request
 //!   counts from the end of its parsing to the end of its answer.
 //! - Events that wait for their clients take at most [`UNREAD_BYTES_MAX`], without the first
 //!   [`EVENTS_FREE`] of each answer. So a client that reads its answer never loses it to others.
@@ -11,12 +11,15 @@ use larder_format::PageKey;
 use larder_http::{PeerAddress, PeerBudget, PeerCharge};
 use std::sync::Arc;
 
-pub(crate) const REQUESTS_BYTES_MAX: usize = 256 << 20;
+/// Least [`requests_bytes_max`].
+const REQUESTS_BYTES_LEAST: usize = 256 << 20;
 pub(crate) const UNREAD_BYTES_MAX: usize = 128 << 20;
 /// Granularity of both.
 const CHARGE_BYTES: usize = 4 << 10;
 /// Memory of a request beside its body and tokens: its task, channels and sampler.
 const REQUEST_BYTES: usize = 16 << 10;
+/// Length of a token in a body: six digits and a comma, and one for the parameters.
+const BODY_TOKEN_BYTES: usize = 8;
 /// Memory of a token: itself, in a vector that may have grown to twice its length, and its place in
 /// the sampler.
 const TOKEN_BYTES: usize = 24;
@@ -32,6 +35,17 @@ pub(crate) const EVENTS_FREE: usize = 64;
 /// copy of the keys.
 pub(crate) fn token_bytes(page_tokens: usize) -> usize {
     TOKEN_BYTES + (2 * size_of::<PageKey>()).div_ceil(page_tokens.max(1))
+}
+
+/// Maximum memory of the tokens and parameters of all requests in bytes. One address has room for
+/// as many requests as hold pages, each with a full context. With less, a request for many answers
+/// to a long prompt would be told to retry for ever.
+pub(crate) fn requests_bytes_max(max_batch: usize, context: usize, page_tokens: usize) -> usize {
+    let request = context.saturating_mul(token_bytes(page_tokens) + BODY_TOKEN_BYTES).saturating_add(REQUEST_BYTES);
+    let units = request.div_ceil(CHARGE_BYTES);
+    // An address has three quarters of the budget.
+    let all = max_batch.saturating_mul(2).saturating_mul(units).div_ceil(3).saturating_mul(4);
+    all.saturating_mul(CHARGE_BYTES).max(REQUESTS_BYTES_LEAST)
 }
 
 /// Memory of the event of a token with the log-probabilities of the `top` best ones.
@@ -71,10 +85,11 @@ struct Charges {
 }
 
 impl RequestBudget {
-    pub(crate) fn new(page_tokens: u32) -> Self {
+    /// Creates the budget with `requests_bytes` for tokens and parameters.
+    pub(crate) fn new(requests_bytes: usize, page_tokens: u32) -> Self {
         let budget = |bytes: usize| PeerBudget::new(bytes / CHARGE_BYTES);
         Self {
-            requests: budget(REQUESTS_BYTES_MAX),
+            requests: budget(requests_bytes),
             unread: budget(UNREAD_BYTES_MAX),
             token_bytes: token_bytes(page_tokens as usize),
         }
@@ -122,8 +137,20 @@ mod tests {
     }
 
     #[test]
+    fn one_address_has_room_for_as_many_full_contexts_as_hold_pages() {
+        let context = 131_072;
+        let budget = RequestBudget::new(requests_bytes_max(64, context, 32), 32);
+        let full = RequestSize { body_bytes: BODY_TOKEN_BYTES * context, ..prompt(context) };
+        let held: Vec<RequestMemory> = std::iter::from_fn(|| budget.take(peer(1), full)).collect();
+        assert_eq!(held.len(), 2 * 64);
+        assert!(budget.take(peer(2), full).is_some(), "another address has a part");
+        assert_eq!(requests_bytes_max(64, 4096, 32), REQUESTS_BYTES_LEAST);
+        assert!(requests_bytes_max(usize::MAX, usize::MAX, 0) > usize::MAX / 2, "no overflow");
+    }
+
+    #[test]
     fn requests_beyond_the_budget_are_refused_until_others_end() {
-        let budget = RequestBudget::new(16);
+        let budget = RequestBudget::new(REQUESTS_BYTES_LEAST, 16);
         let large = prompt((32 << 20) / token_bytes(16));
         let held: Vec<RequestMemory> = std::iter::from_fn(|| budget.take(peer(1), large)).collect();
         assert_eq!(held.len(), 5, "192 MiB for one address, and a little more than 32 MiB for each");
@@ -139,10 +166,10 @@ mod tests {
 
     #[test]
     fn logprobs_of_a_prompt_count() {
-        let budget = RequestBudget::new(16);
+        let budget = RequestBudget::new(REQUESTS_BYTES_LEAST, 16);
         let units = |size| {
             let _held = budget.take(peer(1), size).unwrap();
-            REQUESTS_BYTES_MAX / CHARGE_BYTES - budget.requests.free()
+            REQUESTS_BYTES_LEAST / CHARGE_BYTES - budget.requests.free()
         };
         let logprobs = RequestSize { prompt_logprobs: Some(20), ..prompt(1000) };
         assert_eq!([units(prompt(1000)), units(logprobs), units(prompt(1000))], [11, 113, 11]);
@@ -150,7 +177,7 @@ mod tests {
 
     #[test]
     fn unread_events_are_charged_beyond_the_free_ones() {
-        let budget = RequestBudget::new(16);
+        let budget = RequestBudget::new(REQUESTS_BYTES_LEAST, 16);
         let of = |last| budget.take(peer(last), prompt(1)).unwrap();
         let (slow, reader) = (of(1), of(1));
         let share = budget.unread.units_max_of_peer() * CHARGE_BYTES / EVENT_BYTES;

@@ -29,6 +29,7 @@
 use crate::api::{
     ApiError, CacheMode, DecodeEvent, DecodeStart, FinishReason, PROMPT_EVENT_TOKENS, PrefillResponse, TokenLogprobs,
 };
+use crate::http::NON_TOKEN_EVENTS_MAX;
 use crate::metrics::{Metrics, PageSource, RequestOutcome};
 use crate::pages::SequencePages;
 use crate::request_memory::{RequestMemory, event_bytes};
@@ -503,7 +504,9 @@ impl Sequence {
             let _ = output.events.try_send(DecodeEvent::End { finish_reason, completion_tokens });
             return Some(RequestOutcome::Done);
         }
-        let unread = output.events.max_capacity() - output.events.capacity();
+        // The request is charged for the events of its prompt.
+        let prompt_events = output.events.max_capacity().saturating_sub(output.max_tokens + NON_TOKEN_EVENTS_MAX);
+        let unread = (output.events.max_capacity() - output.events.capacity()).saturating_sub(prompt_events);
         if !self.memory.keep_unread(unread, event_bytes(output.logprobs)) {
             let message = "too many events of answers wait for clients of your address; read answers as they arrive";
             let _ = output.events.try_send(DecodeEvent::Error(ApiError::busy(message, RETRY_AFTER_MS)));

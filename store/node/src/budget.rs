@@ -201,10 +201,10 @@ struct ConnectionUsage {
     tenant: TenantNumber,
     used: BytesByKind,
     puts: u64,
-    /// True if the budget refused the latest charge for a put. If it did not, and the put was
-    /// refused, the tiers had no room.
+    /// True if the budget refused the latest charge for a put, until the client is told. If it did
+    /// not, and the put was refused, the tiers had no room.
     put_refused: bool,
-    /// Refusal of the place in the line that ended with the latest charge for a put.
+    /// Refusal of the place in the line, if the latest charge for a put took its first bytes.
     served: Option<Refused>,
     read_rate: ReadRate,
     refused_reads: RefusedReads,

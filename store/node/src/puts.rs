@@ -303,7 +303,7 @@ impl Puts {
 
     /// Aborts puts that received nothing for longer than `timeout`, if `is_silent` says that their
     /// writers sent nothing either, and puts without bytes that are older than `time_max`. Takes
-    /// the remaining grants from aborted puts without bytes for `timeout`.
+    /// the remaining grants from aborted puts on the same conditions.
     ///
     /// A writer reserves a batch, sends its pages one by one, and commits them together. So a put
     /// waits while its writer sends those of another one.
@@ -334,7 +334,9 @@ impl Puts {
             });
             state.all_draining()
         };
-        draining.iter().filter(|put| put.is_idle(now, timeout)).for_each(|put| put.release());
+        // A write to a released put breaks its channel, so a writer at work keeps its grants.
+        let is_over = |put: &Put| put.writer().is_none_or(&is_silent) || put.is_older(now, time_max);
+        draining.iter().filter(|put| put.is_idle(now, timeout) && is_over(put)).for_each(|put| put.release());
     }
 
     /// Aborts puts of these writers in their order, as long as `takes_from` says so. Each writer

@@ -14,7 +14,8 @@
 //! 1. the table of open puts (`puts`), which reserves bytes under its lock;
 //! 2. [`Tiers::shares`], so that floors are set in the order of their changes;
 //! 3. [`Tiers::state`];
-//! 4. leaf locks: the shards of `l2` and of foyer, `writeback`, `holds`, queues of touches, shapes,
+//! 4. the lock of the budget, which is in [`crate::budget`];
+//! 5. leaf locks: the shards of `l2` and of foyer, `writeback`, `holds`, queues of touches, shapes,
 //!    the health of a device, the arena. An L3 log and the shards of its index are leaves too, but
 //!    only for threads without 1 and 3.
 //!
@@ -149,6 +150,10 @@ impl Drop for PutReservation {
         if self.bytes > 0 && !fail_point!("node.aborted-put-leaks-reservation") {
             self.tiers.state.lock().policy.release(self.bytes);
             self.tiers.in_flight_ended.notify_waiters();
+            // No sample of the time that a put takes, nor of those that become writes to L3.
+            if let Some(charge) = self.charge.take() {
+                charge.release_unused();
+            }
         }
     }
 }

@@ -224,7 +224,6 @@ fn clients_and_nodes_keep_their_promises_over_faulty_networks() {
         ("room checks", 20),
         ("returns that got in", 100),
         ("refused read checks", 3),
-        ("last pages of a get refused", 20),
         ("refused reads that got in", 20),
     ];
     check_coverage(&summary, &least);

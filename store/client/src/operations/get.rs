@@ -44,8 +44,8 @@ pub struct GetOptions {
     /// Default: 0.
     ///
     /// A request that brought some pages is no such retry. The node sends a reader as many pages as
-    /// it can receive soon, and refuses the rest. The client requests the rest then, until the
-    /// deadline.
+    /// it can receive soon, and refuses the rest. The client requests the rest then, as long as
+    /// each request brings pages. [`GetOptions::hedge_after`] applies to each of these requests.
     pub busy_retries: u32,
 }
 

@@ -280,12 +280,12 @@ impl Account {
         let now = now();
         let mut guard = self.budget.state.lock();
         let state = &mut *guard;
-        let Some(connection) = state.connections.get(&self.connection) else {
+        let Some(connection) = state.connections.get_mut(&self.connection) else {
             return Busy::after(PUT_RETRY_MAX);
         };
         let (tenant, used) = (connection.tenant, connection.used[kind as usize]);
-        let refused_by_tiers = !connection.put_refused;
-        let served = connection.served.filter(|_| refused_by_tiers);
+        let refused_by_tiers = !std::mem::take(&mut connection.put_refused);
+        let served = connection.served.take().filter(|_| refused_by_tiers);
         let connection_max = self.budget.connection_max[kind as usize];
         state.tenants.expire(now);
         let own = self.budget.overrun_behind(Ahead::default(), state, self.connection, kind, page_bytes);

@@ -158,7 +158,7 @@ impl Line {
 
     /// Gives a connection a place, or changes the bytes of the place that it has. If too few places
     /// are free for all that were refused earlier, the connection queues. `served` is the refusal
-    /// of a place that ended with a grant, if the tiers had no room for its page.
+    /// of a place that was granted bytes, if the tiers had no room for their page.
     pub(super) fn enter(
         &mut self,
         connection: u64,
@@ -284,19 +284,21 @@ impl Line {
     }
 
     /// Takes granted bytes off the connection's place, and ends the place with its last byte. Ends
-    /// the wait of a connection in the queue. Returns the refusal of a place that ended.
+    /// the wait of a connection in the queue. Returns the refusal of a place at its first grant.
     pub(super) fn record_grant(&mut self, connection: u64, bytes: u64) -> Option<Refused> {
         self.queue.remove(connection);
         let key = *self.by_connection.get(&connection)?;
         let place = self.places.get_mut(&key)?;
-        place.is_served = true;
+        let was_served = std::mem::replace(&mut place.is_served, true);
         // A place that ends unserved moves no other turn.
         self.turn = self.turn.max(key.0);
+        let refused = (!was_served).then_some(place.refused);
         if place.bytes > bytes {
             place.bytes -= bytes;
-            return None;
+        } else {
+            self.end_place(connection);
         }
-        self.end_place(connection).map(|place| place.refused)
+        refused
     }
 
     /// Ends the wait of a connection.

@@ -346,25 +346,27 @@ async fn caller_that_the_arena_refuses_gets_a_place_and_returns_less_and_less_of
 
 #[tokio::test(start_paused = true)]
 async fn caller_keeps_its_place_and_returns_less_often_while_the_arena_is_full() {
-    let budget = budget();
-    let open = Open::default();
-    let holder = account(&budget, "holder");
-    (0..4).for_each(|_| assert!(open.reserve(&holder)));
-    let caller = account(&budget, "caller");
-    assert!(!open.reserve(&caller));
-    let first = caller.wait_in_line(PAGE, PAGE).retry_after;
-    sleep(first).await;
-    open.end(&holder);
-    // The budget has room, but the arena has no free run of bytes for a page.
-    put(&caller).unwrap().release_unused();
-    let told = caller.wait_in_line(PAGE, PAGE).retry_after;
-    assert!(told >= first / 4, "{told:?} after {first:?}");
-    sleep(told).await;
-    holder.record_received(PROGRESS);
-    sleep(told / 4).await;
-    let newcomer = account(&budget, "newcomer");
-    assert!(!open.reserve(&newcomer), "the room is promised to the caller");
-    assert!(open.reserve(&caller));
+    for pages in [1, 2] {
+        let budget = budget();
+        let open = Open::default();
+        let holder = account(&budget, "holder");
+        (0..4).for_each(|_| assert!(open.reserve(&holder)));
+        let caller = account(&budget, "caller");
+        assert!(!open.reserve(&caller));
+        let first = caller.wait_in_line(pages * PAGE, PAGE).retry_after;
+        sleep(first).await;
+        (0..pages).for_each(|_| assert!(open.end(&holder)));
+        // The budget has room, but the arena has no free run of bytes for a page.
+        put(&caller).unwrap().release_unused();
+        let told = caller.wait_in_line(pages * PAGE, PAGE).retry_after;
+        assert!(told >= first / 4, "{pages} pages: {told:?} after {first:?}");
+        sleep(told).await;
+        holder.record_received(PROGRESS);
+        sleep(told / 4).await;
+        let newcomer = account(&budget, "newcomer");
+        assert!(!open.reserve(&newcomer), "the room is promised to the caller");
+        assert!(open.reserve(&caller));
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -107,6 +107,7 @@ impl Returns {
     fn assert_truthful(self, percent_min: u64, of: &str) {
         let Returns { all, truthful } = self;
         println!("{of}: {truthful} of {all} returns got in");
+        assert!(all > 0, "{of}: no caller was refused");
         assert!(truthful * 100 >= all * percent_min, "{of}: {truthful} of {all} returns got in");
     }
 }

@@ -41,8 +41,6 @@ struct PendingWrites {
 /// Weight of a new sample in a mean, as a divisor.
 const MEAN_WEIGHT: u64 = 8;
 
-const MIB: u64 = 1 << 20;
-
 /// Bytes being written to L3, and the pace of the writes. The budget for puts reads them for each
 /// reservation, hence without a lock.
 #[derive(Debug, Default)]
@@ -52,9 +50,9 @@ pub(crate) struct WriteLoad {
     begun_bytes: AtomicU64,
     /// Mean time of a write. 0 before the first write has ended.
     mean_us: AtomicU64,
-    /// Mean time per MiB, if writes end in the order of their begins. 0 before the first write has
-    /// ended.
-    ns_per_mib: AtomicU64,
+    /// Mean of the bytes in flight at the begin of a write, with its own. Writes end about in the
+    /// order of their begins, so the device wrote as many in the time of the write.
+    mean_queued_bytes: AtomicU64,
 }
 
 impl WriteLoad {
@@ -71,8 +69,7 @@ impl WriteLoad {
     pub(crate) fn record_end(&self, bytes: u32, queued_bytes: u64, time: Duration) {
         self.bytes.fetch_sub(bytes.into(), Ordering::Relaxed);
         add_sample(&self.mean_us, time.as_micros());
-        // The device wrote the bytes ahead in this time, too.
-        add_sample(&self.ns_per_mib, time.as_nanos() * u128::from(MIB) / u128::from(queued_bytes.max(1)));
+        add_sample(&self.mean_queued_bytes, queued_bytes.into());
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -84,9 +81,12 @@ impl WriteLoad {
     }
 
     /// Bytes that the devices write per second. `None` before the first write has ended.
+    ///
+    /// The ratio of two means: a small write with nothing ahead takes the latency of the device,
+    /// and says little about the rate.
     pub(crate) fn bytes_per_second(&self) -> Option<f64> {
-        let ns = self.ns_per_mib.load(Ordering::Relaxed);
-        (ns > 0).then(|| MIB as f64 * 1e9 / ns as f64)
+        let us = self.mean_us.load(Ordering::Relaxed);
+        (us > 0).then(|| self.mean_queued_bytes.load(Ordering::Relaxed) as f64 * 1e6 / us as f64)
     }
 
     /// Returns the bytes in flight, and the mean time of a write once one has ended.
@@ -183,6 +183,8 @@ mod tests {
     use super::*;
     use larder_format::{NamespaceId, PageKey, PageMeta};
     use larder_memory::Arena;
+
+    const MIB: u64 = 1 << 20;
 
     /// A device that writes a MiB in 10 ms, and three writes that begin at once.
     #[test]
