@@ -141,7 +141,7 @@ impl Raw {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn get_beyond_the_budget_is_served_in_part_and_the_rest_refused_at_once() {
+async fn get_beyond_the_budget_is_refused_in_part_and_goes_on_while_pages_arrive() {
     let node =
         Node::start(NodeOptions { connection_outstanding_bytes: Some(5 * PAGE as u64), ..options() }).await.unwrap();
     let client = attach(&node.addr().to_string(), "t").await;
@@ -149,19 +149,14 @@ async fn get_beyond_the_budget_is_served_in_part_and_the_rest_refused_at_once() 
     let got = client.get_with(wanted(0..22), GetOptions::default(), soon()).await;
     for (number, (bytes, fetched)) in (0..).zip(&got) {
         match fetched {
-            Fetched::Hit(tier) => assert!(number < 5 && *tier == Tier::L2 && bytes[..] == payload(number)[..]),
-            Fetched::Busy { retry_after } => {
-                assert!(number >= 5 && (1..=1000).contains(&retry_after.as_millis()), "page {number}");
-            }
-            Fetched::Miss => panic!("page {number}: busy is not a miss"),
+            Fetched::Hit(tier) => assert!(number < 20 && *tier == Tier::L2 && bytes[..] == payload(number)[..]),
+            Fetched::Busy { .. } => panic!("page {number}: the pages before it arrived"),
+            Fetched::Miss => assert!(number >= 20, "page {number}"),
         }
     }
-    assert_eq!((client.stats().gets_busy, client.stats().get_hits), (17, 5));
-    // Retries get all of them.
-    let options = GetOptions { busy_retries: 20, ..GetOptions::default() };
-    let got = client.get_with(wanted(0..20), options, soon()).await;
-    assert!(got.iter().all(|(_, fetched)| fetched.tier().is_some()));
-    assert!(status_number(&node, "/counters/refusals") >= 2 && status_number(&node, "/counters/pages_refused") >= 17);
+    assert_eq!((client.stats().gets_busy, client.stats().get_hits), (0, 20));
+    // Five of 22 pages find room at first.
+    assert!(status_number(&node, "/counters/refusals") >= 1 && status_number(&node, "/counters/pages_refused") >= 17);
     at_rest(&node).await;
     node.shutdown().await;
 }

@@ -439,17 +439,22 @@ async fn connections_that_share_64_kilobytes_per_second_keep_their_room_while_ot
     let writer = link.attach_by_all_connections(PAGE).await;
     let patience = within(60.0);
     let mut commits = Vec::new();
-    for connection in 0..DEFAULT_CONNECTIONS {
-        let number = 16 * connection as u32;
-        let before = link.forwarded_by(connection);
+    let mut unused: Vec<usize> = (0..DEFAULT_CONNECTIONS).collect();
+    for number in (0..).step_by(16).take(DEFAULT_CONNECTIONS) {
+        let before: Vec<usize> = unused.iter().map(|&connection| link.forwarded_by(connection)).collect();
         let mut put = writer.put(page(number), patience);
         put.part(0, payload(number, PAGE));
         commits.push(tokio::spawn(put.commit(patience)));
         // It has its room then, and the next put goes over a connection with less to send.
-        while link.forwarded_by(connection) < before + 2 * STEP_BYTES {
-            assert!(Instant::now() < patience, "page {number} does not go over connection {connection}");
+        let carrier = loop {
+            let has_begun = |at: &usize| link.forwarded_by(unused[*at]) >= before[*at] + 2 * STEP_BYTES;
+            if let Some(carrier) = (0..unused.len()).find(has_begun) {
+                break carrier;
+            }
+            assert!(Instant::now() < patience, "page {number} goes over no unused connection");
             tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        };
+        unused.remove(carrier);
     }
     let crowd = crowd_of_writers(&node, PAGE).await;
     for commit in commits {

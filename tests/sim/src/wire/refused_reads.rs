@@ -13,8 +13,8 @@
 //!
 //! The reason for these bounds: the link carries the pages of all readers in about [`LINE_TIME`],
 //! so no node tells them much more. It tells the readers to return one after the other, as their
-//! pages find room. If the measured rate is too high, the last ones return too early. The node sends them
-//! to the end of the line, so their next return finds room.
+//! pages find room. If the measured rate is too high, the last ones return too early. The node
+//! sends them to the end of the line, so their next return finds room.
 //!
 //! If a node told all readers the same time, or too short a time, they would return together. The
 //! link carries few pages in the time of one return, so most readers would return several times.
