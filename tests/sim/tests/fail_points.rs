@@ -120,7 +120,7 @@ const NODE: [FailPoint; 24] = [
     any("node.lookup-misses-now-and-then", MISSES_NOW_AND_THEN),
 ];
 
-const WIRE: [FailPoint; 47] = [
+const WIRE: [FailPoint; 48] = [
     any("wire.accept-damaged-frame", "A frame is accepted without verifying its checksum."),
     any("wire.accept-out-of-order-frame", "A frame is accepted without verifying its sequence number."),
     any("client.get-skips-checksum", "The client returns a page without verifying its checksums."),

@@ -97,7 +97,7 @@ def test_killed_store_is_a_miss_until_it_returns(node: Node, namespace):
     assert eventually(lambda: client.put_from([key(2)], [payload(2)], 5) == ["stored"])
 
 
-def test_busy_node_serves_pages_in_parts_after_retries(tmp_path, namespace):
+def test_get_of_pages_in_parts_goes_on_while_pages_arrive(tmp_path, namespace):
     node = Node(tmp_path, "--connection-outstanding-limit", "1MiB")
     try:
         client = attach(node.url("tcp") + "&connections=1", namespace)
@@ -105,8 +105,8 @@ def test_busy_node_serves_pages_in_parts_after_retries(tmp_path, namespace):
         for number in range(30):
             assert client.put_from(keys[number : number + 1], [payload(number)], 10) == ["stored"]
         halves = [(bytearray(PAGE_BYTES // 2), bytearray(PAGE_BYTES // 2)) for _ in keys]
-        assert None in client.get_into(keys, halves, 30)
-        assert client.get_into(keys, halves, 30, busy_retries=100) == ["L2"] * 30
+        # The node admits a few pages at a time.
+        assert client.get_into(keys, halves, 30) == ["L2"] * 30
         assert [first + second for first, second in halves] == [payload(number) for number in range(30)]
     finally:
         node.stop()
