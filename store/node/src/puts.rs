@@ -306,7 +306,7 @@ impl Puts {
     /// the remaining grants from aborted puts on the same conditions.
     ///
     /// A writer reserves a batch, sends its pages one by one, and commits them together. So a put
-    /// waits while its writer sends those of another one.
+    /// may receive nothing for long while its writer sends the other pages.
     pub(crate) fn abort_idle(
         &self,
         now: Instant,

@@ -148,7 +148,7 @@ impl Put {
     /// that are new.
     ///
     /// The number is a claim. It only grows, up to the length of the part, so a client gains no
-    /// more time by it than by bytes that it trickles. Once the put was aborted, it gains none.
+    /// more time by it than by bytes that it trickles. It is no activity of an aborted put.
     pub(crate) fn record_written(&self, part: usize, bytes: u32) -> usize {
         let length = self.part_bytes(part).unwrap_or(0) as u32;
         let mut parts = self.parts.lock();
