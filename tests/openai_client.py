@@ -349,6 +349,19 @@ def check_required_tools(client, model):
         kind.model_validate_json(call.function.arguments)
         assert answer.choices[0].finish_reason == "tool_calls", answer
     assert call.function.name == "feed", call
+    fixed = chat | {"tool_choice": named, "temperature": 1, "seed": 3, "parallel_tool_calls": False}
+    (call,) = client.chat.completions.create(**fixed).choices[0].message.tool_calls
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**fixed, stream=True)]
+    head, *rest = [entry for chunk in chunks for entry in chunk.delta.tool_calls or []]
+    assert (head.index, head.type, head.function.name, head.function.arguments) == (0, "function", "feed", ""), head
+    assert head.id and all((entry.index, entry.id, entry.function.name) == (0, None, None) for entry in rest), rest
+    assert len(rest) > 1, "the arguments come as the model writes them"
+    assert "".join(entry.function.arguments for entry in rest) == call.function.arguments, (rest, call)
+    assert chunks[-1].finish_reason == "tool_calls", chunks[-1]
+    # The helper of the package joins the parts, and validates the result.
+    with client.chat.completions.stream(**fixed) as stream:
+        (joined,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert joined.function.arguments == call.function.arguments and joined.function.parsed_arguments, joined
 
 
 def check_errors(client, model):

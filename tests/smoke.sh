@@ -9,8 +9,8 @@ cargo build --release --quiet --workspace --bin larder
 data=$(mktemp -d /var/tmp/larder-smoke.XXXXXX)
 
 # The versions of .ci/run.
-packages=(openai==2.54.0 langchain-openai==1.7.3 'litellm[mcp]==1.106.2' redis==8.1.0)
-are_there='from importlib.metadata import version; [version(name) for name in ("openai", "langchain-openai", "litellm", "mcp", "redis")]'
+packages=(openai==2.54.0 langchain-openai==1.7.3 'litellm[mcp]==1.106.2' redis==8.1.0 pyzmq==27.3.0 msgspec==0.22.0)
+are_there='from importlib.metadata import version; [version(name) for name in ("openai", "langchain-openai", "litellm", "mcp", "redis", "pyzmq", "msgspec")]'
 if ! "$work/venv/bin/python" -c "$are_there" 2>/dev/null; then
     python3 -m venv "$work/venv"
     "$work/venv/bin/pip" install --quiet "${packages[@]}"
@@ -62,14 +62,18 @@ P
 kill -INT "$up"
 wait "$up"
 
-"$larder" store --listen 127.0.0.1:0 --redis-listen 127.0.0.1:0 --data-dir "$data/redis" >"$data/out" 2>"$data/err" &
+"$larder" store --listen 127.0.0.1:0 --redis-listen 127.0.0.1:0 --data-dir "$data/redis" \
+    --kv-events-listen 127.0.0.1:0 --kv-events-replay-listen 127.0.0.1:0 >"$data/out" 2>"$data/err" &
 up=$!
 for _ in $(seq 600); do
-    grep -q 'redis://' "$data/out" && break
+    grep -q 'replays of KV events' "$data/out" && break
     kill -0 "$up" || { cat "$data/err"; exit 1; }
     sleep 0.1
 done
-"$work/venv/bin/python" tests/clients/redis_conformance.py "$(grep -o 'redis://[0-9.:]*' "$data/out" | cut -c9-)"
+redis=$(grep -o 'redis://[0-9.:]*' "$data/out" | cut -c9-)
+mapfile -t events < <(grep -o 'tcp://[0-9.:]*' "$data/out" | cut -c7-)
+"$work/venv/bin/python" tests/clients/kv_events_conformance.py "${events[@]}" "$redis"
+"$work/venv/bin/python" tests/clients/redis_conformance.py "$redis"
 kill -INT "$up"
 wait "$up"
 echo "smoke: passed"

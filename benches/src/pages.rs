@@ -244,7 +244,7 @@ async fn measure_round(args: &Args, node: SocketAddr, page_bytes: usize, round: 
 async fn put_all(args: &Args, client: &Client, keys: &[PageKey], payload: &Bytes) -> Result<Speed> {
     let begin = Stopwatch::start();
     for batch in keys.chunks(args.batch) {
-        let pages = batch.iter().map(|&key| (NewPage { key, parent: PageKey::NONE, position: 0 }, payload.clone()));
+        let pages = batch.iter().map(|&key| (NewPage::first(key), payload.clone()));
         for outcome in client.put_pages(pages.collect(), PutOptions::default(), deadline()).await {
             ensure!(outcome == PutOutcome::Stored, "put failed: {outcome:?}");
         }

@@ -19,6 +19,9 @@ pub struct Sends {
 
 /// Sends `chunks` in order. Returns once the kernel holds no reference to their memory, or with an
 /// error of the ring.
+///
+/// # Errors
+/// If the kernel lacks the operation, refuses the ring, or sends only part of a chunk.
 pub fn send_all(stream: &TcpStream, chunks: &[&[u8]]) -> Result<Sends> {
     let mut ring = IoUring::new(8)?;
     let mut sends = Sends::default();

@@ -1,19 +1,44 @@
-//! Transfers between storage and device memory.
+//! Transfers from files of L3 to the memory of a device.
 //!
-//! There are three paths. [`transfer_paths`] lists the ones this machine supports:
+//! [`open()`] tries the paths of a machine from the fastest to the slowest, each under a deadline.
+//! It returns the first that moved and verified a block of a real file, and a [`Report`] in words.
 //!
 //! | path | transfer | requirements |
 //! | --- | --- | --- |
-//! | [`TransferPath::CuFile`] | NVMe to GPU memory (GPUDirect Storage) | CUDA device, libcufile |
-//! | [`TransferPath::Pinned`] | direct I/O to pinned memory, then a device copy | CUDA device |
-//! | [`TransferPath::Host`] | direct I/O to the arena | none |
+//! | [`PathKind::CuFile`] | device to device, by libcufile | CUDA device, libcufile |
+//! | [`PathKind::Pinned`] | direct I/O to pinned memory, then a copy | a device that pins memory |
+//! | [`PathKind::Host`] | direct I/O to the arena, then a copy | none |
 //!
-//! Only [`TransferPath::Host`] transfers bytes in this version, because the CPU engine computes on
-//! host memory. The probe still reports the GPU paths, so that an operator sees which ones the
-//! machine would offer.
+//! Invariants:
+//! - A transfer owns its memory until no device can touch it any more. A deadline ends the caller's
+//!   wait only. [`Transfers::read`] takes a `keep` value for that, which is dropped afterwards.
+//! - Bytes count as transferred only after their CRCs have matched.
+//! - Transfers read. The node is the only writer of a log.
+//! - The number of pages in transfer and in the queue is bounded. More are refused at once.
+//!
+//! Layout:
+//! - [`path`](mod@path): the trait [`TransferPath`]. `staged` and `cufile` implement it.
+//! - `transfers`: the threads that run a path, deadlines, and the queue.
+//! - `page`: what one page needs, and its verification.
+//! - `open`: choice of a path. `machine`: the paths of a machine, without an attempt.
 
-mod host;
-mod probe;
+mod cufile;
+mod error;
+mod files;
+mod machine;
+mod open;
+mod page;
+pub mod path;
+mod settle;
+mod staged;
+mod transfers;
 
-pub use host::{HostTransfer, TransferError};
-pub use probe::{TransferPath, transfer_paths};
+pub use cufile::{CuFile, CuFileCode, CuFileError, Mode};
+pub use error::TransferError;
+pub use files::FileNumber;
+pub use machine::machine_paths;
+pub use open::{CuFileLibrary, OpenError, Rejected, Report, TransferOptions, open};
+pub use page::{Chunk, PageRead};
+pub use path::{PathKind, PathWorker, TransferPath};
+pub use staged::Staged;
+pub use transfers::{TransferLimits, TransferStats, Transfers};

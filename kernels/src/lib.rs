@@ -7,7 +7,13 @@
 //!
 //! Layout:
 //! - [`cpu`]: kernels of the engine, and the reference for the device kernels.
-//! - [`cuda`]: device kernels and their launchers. They need a CUDA device.
+//! - [`cuda`]: sources of the device kernels, and their compilation for CUDA.
+//! - [`device`]: memory, streams and launches, on a CUDA device or emulated.
+//! - [`launch`]: typed launchers of the device kernels that a model needs.
+//! - [`pages`]: moves pages between an engine's pool and the store's layout, with checksums.
 
 pub mod cpu;
 pub mod cuda;
+pub mod device;
+pub mod launch;
+pub mod pages;

@@ -60,15 +60,24 @@ def is_equal(tensor, number):
     return torch.equal(tensor.view(torch.int16), content(number, shape_of(number)).view(torch.int16))
 
 
-def remote(action, count, times):
+def open_remote():
+    """LMCache's backend for the store of its configuration, and its pool of memory."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     config = lmcache_get_or_create_config()
     metadata = LMCacheMetadata("objects", 8, 8, 3, 3, torch.bfloat16, KV_SHAPE)
     local = LocalCPUBackend(config=config, metadata=metadata, dst_device="cpu")
-    backend = RemoteBackend(config, metadata, loop, local, "cpu")
-    keys = [CacheEngineKey("objects", 8, 3, (1 << 250) + number, torch.bfloat16) for number in range(count)]
+    return RemoteBackend(config, metadata, loop, local, "cpu"), local
+
+
+def remote_key(number):
+    return CacheEngineKey("objects", 8, 3, (1 << 250) + number, torch.bfloat16)
+
+
+def remote(action, count, times):
+    backend, local = open_remote()
+    keys = [remote_key(number) for number in range(count)]
     if action == "store":
         objects = [local.allocate(shape_of(number), torch.bfloat16, MemoryFormat.KV_2LTD) for number in range(count)]
         for number, each in enumerate(objects):
@@ -96,28 +105,35 @@ def run_task(times, descriptor, submit, query, *arguments):
         consume_fd(descriptor)
         return query(number)
 
-    return times.call(task)
+    return task() if times is None else times.call(task)
 
 
-def l2(action, count, spec, times):
+def open_l2(count, spec):
+    """An adapter of LMCache's L2 interface, for `count` objects at a time."""
     (config,) = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[spec])).adapters
     arena = torch.empty(count * FULL.numel(), dtype=torch.bfloat16)
     memory = L1MemoryDesc(ptr=arena.data_ptr(), size=arena.numel() * 2, align_bytes=2)
-    adapter = create_l2_adapter(config, l1_memory_desc=memory)
+    return create_l2_adapter(config, l1_memory_desc=memory)
+
+
+def new_objects(numbers):
+    """Objects of zeros for the content of these numbers."""
+    made = []
+    for number in numbers:
+        shape = shape_of(number)
+        raw = torch.zeros(shape.numel(), dtype=torch.bfloat16)
+        place = raw.data_ptr(), shape.numel() * 2
+        meta = MemoryObjMetadata(shape, torch.bfloat16, *place, ref_count=1, fmt=MemoryFormat.KV_2LTD)
+        made.append(TensorMemoryObj(raw, meta, parent_allocator=None))
+    return made
+
+
+def l2(action, count, spec, times):
+    adapter = open_l2(count, spec)
     keys = [ObjectKey(number.to_bytes(32, "big"), "objects", 0x08030803) for number in range(count)]
 
-    def objects():
-        made = []
-        for number in range(count):
-            shape = shape_of(number)
-            raw = torch.zeros(shape.numel(), dtype=torch.bfloat16)
-            place = raw.data_ptr(), shape.numel() * 2
-            meta = MemoryObjMetadata(shape, torch.bfloat16, *place, ref_count=1, fmt=MemoryFormat.KV_2LTD)
-            made.append(TensorMemoryObj(raw, meta, parent_allocator=None))
-        return made
-
     if action == "store":
-        sources = objects()
+        sources = new_objects(range(count))
         for number, each in enumerate(sources):
             each.raw_data.copy_(content(number, shape_of(number)).view(-1))
         descriptor = adapter.get_store_event_fd()
@@ -130,7 +146,7 @@ def l2(action, count, spec, times):
         assert run_task(times, descriptor, adapter.submit_lookup_and_lock_task, query, keys[:1], {}).test(0)
         wait()
     exists = run_task(times, descriptor, adapter.submit_lookup_and_lock_task, query, keys, {})
-    targets = objects()
+    targets = new_objects(range(count))
     descriptor, query = adapter.get_load_event_fd(), adapter.query_load_result
     read = run_task(times, descriptor, adapter.submit_load_task, query, keys, targets)
     found = [number for number in range(count) if read.test(number)]

@@ -190,4 +190,5 @@ def main():
         print(f"redis-py {redis.__version__}, RESP{protocol}: passed")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -51,13 +51,13 @@ class WaitingTier(LarderTier):
         )
         # A job larger than half of the host cache is usual in these tests.
         self.store_chunks_max = view.shape[0]
-        self.attach()
-        while not self.is_connected:
+        self.store.attach()
+        while not self.store.is_connected:
             self.wait()
 
     def wait(self):
-        select.select([self.completions.fileno()], [], [], 1.0)
-        self.poll()
+        select.select([self.store.completions.fileno()], [], [], 1.0)
+        self.store.poll()
 
     def lookup(self, key, req_context):
         while (result := super().lookup(key, req_context)) is LookupResult.RETRY:
@@ -74,7 +74,7 @@ class WaitingTier(LarderTier):
         self.drain_jobs()
 
     def has(self, key):
-        return all(self.client.exists(self.page_keys([key]), TIMEOUT))
+        return all(self.store.client.exists(self.page_keys([key]), TIMEOUT))
 
 
 class Chunks(dict):
@@ -87,7 +87,7 @@ class Chunks(dict):
         super().__setitem__(key, value)
         page = bytes(self.tier.page_bytes)
         keys = self.tier.page_keys([key])
-        assert self.tier.client.put_from(keys, [page] * len(keys), TIMEOUT) == ["stored"] * len(keys)
+        assert self.tier.store.client.put_from(keys, [page] * len(keys), TIMEOUT) == ["stored"] * len(keys)
 
 
 class ExampleTier(WaitingTier):

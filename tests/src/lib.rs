@@ -12,17 +12,28 @@ mod raw;
 pub mod redis;
 mod reference;
 mod request;
+pub mod zmq;
 
-pub use node_state::{is_flushed, is_recovered, wait_for_node};
-pub use process::{Process, Stack, data_dir, larder, unused_address};
+pub use node_state::{attach, is_flushed, is_recovered, wait_for_node};
+pub use process::{Process, Stack, bench_report, data_dir, larder, unused_address};
 pub use raw::{RawConnection, hello};
 pub use reference::{Reference, tiny_model_dir};
 pub use request::{Completion, CompletionRequest, complete, get_json, metric, node_statuses};
 
-use std::time::Duration;
+use larder_format::PageKey;
+use std::time::{Duration, Instant};
 
 /// Deadline of every step of a test. A step that takes longer hangs, however busy the machine is.
 pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Deadline of a step that begins now.
+pub fn soon() -> Instant {
+    Instant::now() + PATIENCE
+}
+
+pub fn key(number: u32) -> PageKey {
+    PageKey::chain(None, &[number])
+}
 
 /// Polls until `condition` holds.
 ///

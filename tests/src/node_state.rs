@@ -2,11 +2,23 @@
 //!
 //! A field that the status lacks counts as "not yet": a renamed field fails the test that waits.
 
-use crate::{PATIENCE, eventually};
-use larder_client::Client;
+use crate::{PATIENCE, eventually, soon};
+use larder_client::{Client, ClientOptions};
+use larder_format::NamespaceDescriptor;
 use serde_json::Value;
 use std::cell::RefCell;
-use std::time::Instant;
+
+/// Attaches to the node at `url`, and waits until it has recovered.
+///
+/// # Panics
+/// Panics if the node does not answer, or has not recovered, within [`PATIENCE`] each.
+pub async fn attach(url: &str, namespace: NamespaceDescriptor) -> Client {
+    let url = url.parse().expect("a node prints its URL");
+    let client = Client::attach(url, Some(namespace), ClientOptions::default());
+    assert!(client.ready(PATIENCE).await, "the node answers");
+    wait_for_node(&client, "the node has recovered", is_recovered).await;
+    client
+}
 
 /// Returns `true` if recovery of every L3 device has ended. Before, a node serves and answers
 /// misses for pages that it has not found yet.
@@ -35,7 +47,7 @@ pub fn is_flushed(status: &Value) -> bool {
 pub async fn wait_for_node(client: &Client, condition_name: &str, condition: impl Fn(&Value) -> bool) -> Value {
     let latest = RefCell::new(Value::Null);
     eventually(condition_name, || async {
-        let answer = client.status(Instant::now() + PATIENCE).await.pop().and_then(|node| node.status);
+        let answer = client.status(soon()).await.pop().and_then(|node| node.status);
         let met = answer.as_ref().is_some_and(&condition);
         latest.replace(answer.unwrap_or_default());
         met

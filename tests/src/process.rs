@@ -32,6 +32,22 @@ pub fn larder() -> &'static Path {
     })
 }
 
+/// Runs a benchmark that loads its own processes for `seconds`. Returns its report.
+///
+/// # Panics
+/// Panics if it prints no report within 400 s. Its exit code does not count, because it may judge
+/// time.
+pub fn bench_report(bench: &str, seconds: u64) -> serde_json::Value {
+    let output = Command::new("timeout")
+        .args(["--signal=KILL", "400"])
+        .arg(larder())
+        .args(["--log", "error", "bench", bench, "--seconds", &seconds.to_string(), "--json"])
+        .output()
+        .expect("timeout runs");
+    println!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("one JSON object")
+}
+
 /// Temporary directory on a real file system. The default one may be in memory, without direct I/O.
 pub fn data_dir() -> tempfile::TempDir {
     tempfile::Builder::new().prefix("larder-test").tempdir_in("/var/tmp").expect("a directory below /var/tmp")
@@ -112,8 +128,8 @@ impl Process {
         }
     }
 
-    /// First word of stdout that starts with `scheme`, such as `http://`, without a trailing slash
-    /// or comma.
+    /// First word of stdout that starts with `scheme`, such as `http://`, without a trailing
+    /// comma.
     pub fn url(&mut self, scheme: &str) -> String {
         let line = self.wait_for_line(scheme);
         let word = line.split_whitespace().find(|word| word.starts_with(scheme)).expect("the line has it");
@@ -198,6 +214,24 @@ impl Process {
         let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).expect("Linux has it");
         let mut words = line.split_whitespace().map(str::to_string);
         (words.next().expect("a soft limit"), words.next().expect("a hard limit"))
+    }
+
+    /// Sets the soft limit of open files of the running process, at most to its hard limit. Open
+    /// descriptors stay open; a new one gets a number below the limit.
+    ///
+    /// # Panics
+    /// Panics if the process has ended.
+    pub fn limit_descriptors(&self, soft: u64) {
+        let process = self.child.id() as i32;
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: the child has not been waited for, so its process id is not reused. The kernel
+        // writes `limit` during the call.
+        let read = unsafe { libc::prlimit(process, libc::RLIMIT_NOFILE, std::ptr::null(), &mut limit) };
+        assert_eq!(read, 0, "{}", std::io::Error::last_os_error());
+        limit.rlim_cur = soft.min(limit.rlim_max);
+        // SAFETY: as above, and the kernel reads `limit` during the call.
+        let written = unsafe { libc::prlimit(process, libc::RLIMIT_NOFILE, &limit, std::ptr::null_mut()) };
+        assert_eq!(written, 0, "{}", std::io::Error::last_os_error());
     }
 
     /// Process ids of the child processes.

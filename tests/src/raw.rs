@@ -78,6 +78,11 @@ impl RawConnection {
         self.receive().await
     }
 
+    /// Receives the next answer, whichever request it belongs to. It has no deadline.
+    ///
+    /// # Errors
+    /// `UnexpectedEof` if the node has closed the connection, `InvalidData` for an answer that
+    /// cannot be decoded.
     pub async fn receive(&mut self) -> io::Result<Response> {
         let header = self.reader.next().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
         // The error before a handshake has the oldest version. Its encoding never changed.
@@ -86,7 +91,8 @@ impl RawConnection {
         response.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
     }
 
-    /// Waits until the node closes the connection. Discards its answers.
+    /// Waits until the node closes the connection. Discards its answers. Also returns if the node
+    /// sends a frame that is not valid.
     pub async fn closed(&mut self) {
         while let Ok(Some(_)) = self.reader.next().await {}
     }

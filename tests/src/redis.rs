@@ -4,7 +4,8 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::time::Duration;
 
-/// Maximum time of one read or write.
+/// Maximum time of one read or write. A call that takes longer fails with an error of the kind
+/// `WouldBlock`.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 #[derive(Debug, Clone, PartialEq, Eq)]

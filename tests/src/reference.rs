@@ -1,6 +1,8 @@
 //! Reference answers: the bundled model runs alone in the test process.
 
-use larder_model::{Chunk, KvPool, LogitRows, Model, PageSlot, Sampler, SamplingParams, Tokenizer};
+use larder_model::{
+    Activations, Chunk, KvPool, LoadOptions, LogitRows, Model, PageSlot, Sampler, SamplingParams, Tokenizer,
+};
 use std::path::PathBuf;
 
 pub fn tiny_model_dir() -> PathBuf {
@@ -17,7 +19,9 @@ pub struct Reference {
 impl Reference {
     pub fn load() -> Reference {
         let folder = tiny_model_dir();
-        let model = Model::load(&folder).expect("the bundled model loads");
+        // As the processes under test do by default.
+        let options = LoadOptions { activations: Activations::Narrow, ..LoadOptions::default() };
+        let model = Model::load_with(&folder, &options, &|_, _| ()).expect("the bundled model loads");
         Reference { model, tokenizer: Tokenizer::load(&folder).expect("its tokenizer loads") }
     }
 

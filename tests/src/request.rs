@@ -31,7 +31,11 @@ pub struct Completion {
     pub generated: u64,
 }
 
-/// Sends a completion request to a router.
+/// Sends a completion request to a router. It is greedy (temperature 0) and goes on past an end of
+/// sequence, so it generates `max_tokens` tokens.
+///
+/// # Errors
+/// If the router does not answer within [`PATIENCE`], or with any status but success.
 pub async fn complete(api: &str, request: &CompletionRequest<'_>) -> Result<Completion> {
     let body = json!({
         "model": "larder-tiny", "prompt": request.tokens, "max_tokens": request.max_tokens, "temperature": 0, "ignore_eos": true,
@@ -76,6 +80,9 @@ pub async fn node_statuses(admin: &str) -> Vec<Value> {
 }
 
 /// Sum of the samples of a metric that carry `label`, such as `outcome="done"`. 0 if there is none.
+///
+/// # Errors
+/// If the page of metrics cannot be read. A sample whose value cannot be parsed is left out.
 pub async fn metric(url: &str, name: &str, label: &str) -> Result<f64> {
     let text = reqwest::get(format!("{url}/metrics")).await?.error_for_status()?.text().await?;
     let samples = text.lines().filter(|line| line.starts_with(&format!("{name}{{")) && line.contains(label));

@@ -5,9 +5,9 @@
 //! is served meanwhile.
 
 use larder_client::{Client, ClientOptions, Member, NewPage, PutOptions, PutOutcome};
-use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
+use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry};
 use larder_tests::{
-    PATIENCE, Process, RawConnection, data_dir, eventually, hello, is_flushed, unused_address, wait_for_node,
+    PATIENCE, Process, RawConnection, data_dir, eventually, hello, is_flushed, key, soon, unused_address, wait_for_node,
 };
 use larder_wire::{HEADER_BYTES, MAX_BODY_BYTES, Request, Response};
 use std::net::SocketAddr;
@@ -32,10 +32,6 @@ fn namespace(tenant: &str) -> NamespaceDescriptor {
     NamespaceDescriptor { model: "m".into(), weights: [1; 32], geometry, tenant: tenant.into() }
 }
 
-fn key(number: u32) -> PageKey {
-    PageKey::chain(None, &[number])
-}
-
 /// A node without L3, and the address of its data port.
 fn start(more: &[&str]) -> (Process, SocketAddr) {
     let mut node = Process::start(&[&["store", "--listen", "127.0.0.1:0", "--l2", "32MiB"], more].concat());
@@ -57,8 +53,8 @@ async fn attach(address: SocketAddr, tenant: &str) -> Client {
 async fn serves(client: &Client, number: u32) {
     assert!(client.ready(PATIENCE).await, "an honest client connects");
     let bytes: Vec<u8> = (0..PAGE_BYTES as u32).map(|at| (at.wrapping_mul(31) + number) as u8).collect();
-    let deadline = Instant::now() + PATIENCE;
-    let page = NewPage { key: key(number), parent: PageKey::NONE, position: 0 };
+    let deadline = soon();
+    let page = NewPage::first(key(number));
     let options = PutOptions { busy_retries: u32::MAX, ..PutOptions::default() };
     let outcomes = client.put_pages(vec![(page, bytes.clone().into())], options, deadline).await;
     assert_eq!(outcomes, [PutOutcome::Stored], "page {number}");
@@ -152,7 +148,7 @@ fn request_of(body_bytes: usize) -> Vec<u8> {
 }
 
 async fn counters(client: &Client) -> serde_json::Value {
-    let status = client.status(Instant::now() + PATIENCE).await.pop().and_then(|node| node.status);
+    let status = client.status(soon()).await.pop().and_then(|node| node.status);
     status.unwrap_or_default()["counters"].take()
 }
 
@@ -171,7 +167,7 @@ async fn stalled_bodies_give_their_memory_to_others() {
         // Small requests fill what the bodies leave, and some are refused.
         let client = attach(address, "honest").await;
         let mut follower = RawConnection::connect(address, Some(namespace("honest"))).await.unwrap();
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = soon();
         let mut pages = 1000..;
         let mut counted = serde_json::Value::Null;
         while counted["stalled_requests_disconnected"].as_u64().unwrap_or(0) == 0 {
@@ -189,7 +185,7 @@ async fn stalled_bodies_give_their_memory_to_others() {
 
 /// Bytes of request memory that no client has.
 async fn free_request_memory(client: &Client) -> u64 {
-    let status = client.status(Instant::now() + PATIENCE).await.pop().and_then(|node| node.status).unwrap();
+    let status = client.status(soon()).await.pop().and_then(|node| node.status).unwrap();
     let requests = &status["budget"]["requests"];
     let bytes = |value: &serde_json::Value| value.as_u64().expect("a number of bytes");
     let connections = bytes(&status["budget"]["connections"]) * (48 << 10);
@@ -289,7 +285,7 @@ async fn unread_member_lists_are_bounded() {
 /// Registers `name` from 127.0.0.2 as soon as the node listens. Returns the node's first answer
 /// with the connection.
 async fn register_as_stranger(address: SocketAddr, name: &str) -> (Response, RawConnection) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = soon();
     loop {
         if let Ok(mut stranger) = RawConnection::connect_from([127, 0, 0, 2].into(), address).await {
             let register =
@@ -327,7 +323,7 @@ async fn restarted_node_keeps_a_name_for_the_peer_that_had_it() {
     // A stranger comes first after the restart.
     let (answer, _stranger) = register_as_stranger(address, "decode-1").await;
     assert_eq!(answer, Response::Count(0), "{}", node.stderr());
-    let members = || async { client.members(Instant::now() + PATIENCE).await.unwrap_or_default() };
+    let members = || async { client.members(soon()).await.unwrap_or_default() };
     eventually("the owner is registered again", || async {
         members().await.iter().any(|member| member.name == "decode-1" && member.info == info)
     })
@@ -356,7 +352,7 @@ async fn waiting_followers_take_the_memory_that_they_are_charged() {
     .await;
     let client = attach(address, "honest").await;
     assert!(client.ready(PATIENCE).await);
-    let status = client.status(Instant::now() + PATIENCE).await.pop().unwrap().status.unwrap();
+    let status = client.status(soon()).await.pop().unwrap().status.unwrap();
     let requests = &status["budget"]["requests"];
     let (charged, bound) = (requests["bytes"].as_u64().unwrap(), requests["bytes_max"].as_u64().unwrap());
     println!("{} KiB added, {} KiB charged, bound {} KiB", added >> 10, charged >> 10, bound >> 10);
@@ -391,7 +387,7 @@ async fn idle_connection_is_closed_after_the_timeout_and_a_client_stays() {
     let mut idle = RawConnection::connect(address, None).await.unwrap();
     tokio::time::timeout(PATIENCE, idle.closed()).await.expect("the node closes the connection");
     serves(&client, 2).await;
-    let status = client.status(Instant::now() + PATIENCE).await.pop().unwrap().status.unwrap();
+    let status = client.status(soon()).await.pop().unwrap().status.unwrap();
     assert_eq!(status["counters"]["connections_closed_idle"], 1);
 }
 

@@ -1,25 +1,16 @@
 //! A node on a file system that is smaller than its configured L3. The test mounts a tmpfs in a
 //! private mount namespace, so the kernel returns real `ENOSPC` errors.
 
-use larder_client::{Client, ClientOptions, NewPage, PutOptions, PutOutcome};
-use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey};
-use larder_tests::{PATIENCE, Process, is_flushed, is_recovered, larder, wait_for_node};
+use larder_client::{Client, NewPage, PutOptions, PutOutcome};
+use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry};
+use larder_tests::{Process, is_flushed, key, larder, soon, wait_for_node};
 use std::path::Path;
 use std::process::Command;
-use std::time::Instant;
 
 const PAGE_BYTES: usize = 1 << 20;
 /// Size of the file system at first, and after it was enlarged, in MiB.
 const SMALL_MIB: u64 = 128;
 const LARGE_MIB: u64 = 320;
-
-fn soon() -> Instant {
-    Instant::now() + PATIENCE
-}
-
-fn key(number: u32) -> PageKey {
-    PageKey::chain(None, &[number])
-}
 
 fn payload(number: u32) -> Vec<u8> {
     (0..PAGE_BYTES as u32).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(number) >> 13) as u8).collect()
@@ -31,33 +22,25 @@ fn start(dir: &Path) -> Process {
 }
 
 async fn attach(node: &mut Process) -> Client {
-    let layers = 8;
-    let kv_heads = 8;
-    let head_dim = 128;
-    let page_tokens = 32;
     let geometry = PageGeometry {
         dtype: KvDtype::F16,
-        layers,
-        kv_heads,
-        head_dim,
-        page_tokens,
+        layers: 8,
+        kv_heads: 8,
+        head_dim: 128,
+        page_tokens: 32,
         layers_per_part: 4,
         head_groups: 1,
     };
     assert_eq!(geometry.page_bytes(), PAGE_BYTES);
     let namespace = NamespaceDescriptor { model: "m".into(), weights: [1; 32], geometry, tenant: "t".into() };
-    let url = node.url("larder://").parse().expect("a node prints its URL");
-    let client = Client::attach(url, Some(namespace), ClientOptions::default());
-    assert!(client.ready(PATIENCE).await);
-    wait_for_node(&client, "the node has recovered", is_recovered).await;
-    client
+    larder_tests::attach(&node.url("larder://"), namespace).await
 }
 
 /// Puts pages one after the other, and waits until L3 has accepted or refused each. Retries while
 /// the node is busy.
 async fn put(client: &Client, numbers: std::ops::Range<u32>) {
     for number in numbers {
-        let page = NewPage { key: key(number), parent: PageKey::NONE, position: 0 };
+        let page = NewPage::first(key(number));
         let options = PutOptions { busy_retries: u32::MAX, ..PutOptions::default() };
         let outcomes = client.put_pages(vec![(page, payload(number).into())], options, soon()).await;
         assert_eq!(outcomes, [PutOutcome::Stored], "page {number}");

@@ -1,10 +1,13 @@
 //! The four kinds of HTTP ports of a running `larder up` against strangers, slow clients and web
 //! pages: OpenAI API, admin API, engines and store nodes.
 
-use larder_tests::{PATIENCE, Process, data_dir, get_json};
+use larder_tests::{
+    CompletionRequest, PATIENCE, Process, Reference, Stack, complete, data_dir, eventually, get_json, tiny_model_dir,
+};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 struct Port {
     name: &'static str,
@@ -21,9 +24,9 @@ fn address(url: &str) -> SocketAddr {
 }
 
 /// Starts `larder up` with deadlines of one second, and returns its ports.
-async fn start(dir: &Path) -> (Process, Vec<Port>) {
+async fn start(dir: &Path, more: &[&str]) -> (Process, Vec<Port>) {
     let data_dir = dir.to_str().unwrap();
-    let mut up = Process::start(&[
+    let options = [
         "up",
         "--listen",
         "127.0.0.1:0",
@@ -35,7 +38,8 @@ async fn start(dir: &Path) -> (Process, Vec<Port>) {
         "1",
         "--allowed-host",
         "larder.example",
-    ]);
+    ];
+    let mut up = Process::start(&[&options[..], more].concat());
     let api = up.url("http://");
     let admin = std::fs::read_to_string(dir.join("admin.url")).unwrap();
     let node = std::fs::read_to_string(dir.join("node-0/admin.url")).unwrap();
@@ -85,7 +89,7 @@ fn to_end(mut stream: TcpStream) -> String {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn half_requests_end_on_every_port() {
     let dir = data_dir();
-    let (running, ports) = start(dir.path()).await;
+    let (running, ports) = start(dir.path(), &[]).await;
     // All at once: the deadlines pass together.
     let headers: Vec<_> = ports.iter().map(|port| port.send("GET / HTTP/1.1\r\nHost: 127.")).collect();
     let bodies: Vec<_> = ports.iter().map(|port| port.send(&port.half_a_body())).collect();
@@ -104,7 +108,7 @@ async fn half_requests_end_on_every_port() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn web_pages_reach_the_openai_api_only() {
     let dir = data_dir();
-    let (_running, ports) = start(dir.path()).await;
+    let (_running, ports) = start(dir.path(), &[]).await;
     for port in &ports {
         let get = |headers: &str| {
             port.ask(&format!("GET {} HTTP/1.1\r\nConnection: close\r\n{headers}\r\n", port.get))[9..12].to_string()
@@ -119,4 +123,73 @@ async fn web_pages_reach_the_openai_api_only() {
         let answer = port.ask(&form.replace("Host", "Connection: close\r\nHost"));
         assert_eq!(answer.starts_with("HTTP/1.1 415"), !port.is_public, "{}: {answer}", port.name);
     }
+}
+
+/// Opens connections until the process has logged `lines` times that a server of this name refused
+/// one.
+async fn logs_a_refused_connection(process: &Process, name: &str, addr: SocketAddr, connections: usize, lines: usize) {
+    let server = format!("server=\"{name}\"");
+    let parts = ["refused an HTTP connection", "LRD0701", "peer=127.0.0.1", server.as_str()];
+    let is_refusal = |line: &&str| parts.iter().all(|part| line.contains(part));
+    eventually(&format!("{name} logs a refused connection"), || async {
+        // A connection that has waited for a second makes room for the next one. So only a burst is
+        // refused, and a busy machine needs several.
+        let open: Vec<_> = (0..connections).filter_map(|_| TcpStream::connect(addr).ok()).collect();
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        drop(open);
+        process.stderr().lines().filter(is_refusal).count() >= lines
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_port_logs_the_connection_that_it_refuses() {
+    let dir = data_dir();
+    let (up, ports) = start(dir.path(), &["--http-connections", "8"]).await;
+    let addr = |name: &str| ports.iter().find(|port| port.name == name).unwrap().addr;
+    let status = get_json(&format!("http://{}/admin/v1/status", addr("admin"))).await.unwrap();
+    let store = format!("larder://{}/", status["nodes"][0]["address"].as_str().unwrap());
+    logs_a_refused_connection(&up, "api", addr("api"), 16, 1).await;
+    // These have 128 places, 96 for one address.
+    logs_a_refused_connection(&up, "admin", addr("admin"), 130, 1).await;
+    logs_a_refused_connection(&up, "admin", addr("node"), 130, 2).await;
+    let model = tiny_model_dir();
+    let model = model.to_str().unwrap();
+    let mut engine =
+        Process::start(&["prefill", "--store", &store, "--model", model, "--l1", "64MiB", "--http-connections", "8"]);
+    let url = engine.url("http://");
+    logs_a_refused_connection(&engine, "engine", address(&url), 16, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn router_and_engine_go_on_after_a_lack_of_descriptors() {
+    const REPORT: &str = "cannot accept an HTTP connection";
+    let tokens = Reference::load().prompt(11, 100);
+    let start = Instant::now();
+    let mut stack = Stack::start(1).await;
+    println!("the processes run after {:?}", start.elapsed());
+    let engine = stack.decode.as_mut().unwrap().url("http://");
+    let expected = complete(&stack.api, &CompletionRequest::new(&tokens)).await.unwrap().text;
+    for (process, url, path) in [(&stack.router, &stack.api, "/v1/models"), (&stack.decode, &engine, "/v1/state")] {
+        let process = process.as_ref().unwrap();
+        let begin = Instant::now();
+        process.limit_descriptors(process.descriptors() as u64 + 8);
+        let strangers: Vec<_> = (0..200).map(|_| TcpStream::connect(address(url)).unwrap()).collect();
+        println!("{url}: strangers are connected after {:?}", begin.elapsed());
+        eventually("the lack of descriptors is logged", || async { process.stderr().contains(REPORT) }).await;
+        // Their descriptors are free again. The limit stays.
+        drop(strangers);
+        println!("{url}: the lack is logged after {:?}", begin.elapsed());
+        eventually("the server answers", || async { get_json(&format!("{url}{path}")).await.is_ok() }).await;
+        println!("{url}: the server answers after {:?}", begin.elapsed());
+        let lines = process.stderr().matches(REPORT).count() as u64;
+        // One per 10 s. The server tries again 20 times per second.
+        assert!(lines <= 2 + begin.elapsed().as_secs() / 10, "the log is flooded: {}", process.stderr());
+        process.limit_descriptors(u64::MAX);
+    }
+    eventually("requests are served", || async {
+        complete(&stack.api, &CompletionRequest::new(&tokens)).await.is_ok_and(|answer| answer.text == expected)
+    })
+    .await;
+    println!("requests are served after {:?}", start.elapsed());
 }

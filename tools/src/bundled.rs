@@ -15,6 +15,18 @@ macro_rules! files {
 const FILES: &[(&str, &[u8])] =
     files!["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"];
 
+/// Files of the model that describe its tokens.
+const TOKENIZER_FILES: [&str; 3] = ["generation_config.json", "tokenizer.json", "tokenizer_config.json"];
+
+/// Writes the tokenizer of the bundled model to `folder`, for a model with at least as many tokens.
+pub fn copy_tokenizer(folder: &Path) -> Result<()> {
+    for (name, bytes) in FILES.iter().filter(|(name, _)| TOKENIZER_FILES.contains(name)) {
+        let path = folder.join(name);
+        fs::write(&path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
 /// Writes the bundled model below `data_dir` and returns its folder. Files that are already there
 /// with the same content are left alone.
 pub fn unpack(data_dir: &Path) -> Result<PathBuf> {

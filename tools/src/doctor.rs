@@ -143,7 +143,7 @@ pub async fn run(args: DoctorArgs) -> ExitCode {
 }
 
 async fn check(args: &DoctorArgs, deadline: Instant) -> Vec<Findings> {
-    let mut all = vec![machine::check()];
+    let mut all = vec![machine::check(deadline)];
     let store: StoreUrl = match args.store.parse() {
         Ok(store) => store,
         Err(error) => {

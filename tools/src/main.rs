@@ -3,11 +3,12 @@
 //! - `up` starts a complete installation in one process.
 //! - `store`, `prefill`, `decode` and `router` start one process of a larger installation.
 //! - `status` and `prefix` send requests to a router's admin API.
+//! - `namespace` sends requests to the admin addresses of store nodes.
 //! - `doctor` checks a running store from a client's machine.
 //! - `verify` checks the L3 logs of stopped nodes.
 //! - `bench` runs measurements.
 //! - `docs` prints reference pages for docs/, and `template-worker` renders chat templates for a
-//!   router. Both are hidden from the help.
+//!   router, or tries out constraints for a router or an engine. Both are hidden from the help.
 #![forbid(unsafe_code)]
 
 mod admin;
@@ -19,6 +20,7 @@ mod errors;
 mod http_args;
 mod logging;
 mod model_args;
+mod namespace;
 mod output;
 mod prefix;
 mod process;
@@ -28,6 +30,7 @@ mod sizes;
 mod status;
 mod table;
 mod tiers;
+mod time;
 mod up;
 mod verify;
 
@@ -68,13 +71,17 @@ enum Command {
     /// Inspect, warm, pin or forget the cached pages of a prompt
     #[command(subcommand)]
     Prefix(prefix::Prefix),
+    /// List the namespaces of store nodes, retire them, and roll that back
+    #[command(subcommand)]
+    Namespace(namespace::Namespace),
     /// Verify the L3 logs of stopped nodes. Exit codes: 0 clean or repaired, 1 damage found, 2
     /// unreadable
     Verify(verify::VerifyArgs),
     /// Run a measurement
     #[command(subcommand)]
     Bench(bench::Bench),
-    /// Render chat templates for a router, which starts this command
+    /// Render chat templates or try out constraints for a router or an engine, which starts this
+    /// command
     #[command(hide = true)]
     TemplateWorker,
     /// Print a generated reference page
@@ -135,6 +142,7 @@ async fn run(command: Command) -> Result<ExitCode> {
         Command::Router(args) => serve::router(args).await,
         Command::Status(args) => status::run(args).await,
         Command::Prefix(args) => prefix::run(args).await,
+        Command::Namespace(args) => namespace::run(args).await,
         Command::Bench(args) => bench::run(args).await,
         Command::Docs(page) => {
             docs::print(&page);

@@ -7,7 +7,7 @@ use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use larder_format::KvDtype;
-use larder_model::{LoadOptions, Model, Tokenizer, WeightFormat};
+use larder_model::{Activations, DeviceChoice, LoadOptions, Model, Tokenizer, WeightFormat};
 use larder_worker::Preloaded;
 use std::path::Path;
 use std::sync::Arc;
@@ -23,6 +23,18 @@ pub struct ModelArgs {
     /// with a scale per 32 weights: about half the memory of bf16, and other results
     #[arg(long, default_value = "stored", value_name = "FORMAT")]
     weights: WeightsArg,
+    /// Element type of activations in matrix products on the CPU. `auto` rounds them to the type of
+    /// the weights if the processor has instructions for it: bf16 weights with AVX-512-BF16,
+    /// `--weights q8` with AVX-512-VNNI. Otherwise they stay f32. Engines share pages only if they
+    /// round alike. `f32` gives the same results on every processor
+    #[arg(long, default_value = "auto", value_name = "TYPE")]
+    activations: ActivationsArg,
+    /// Device that computes the model: `cpu`, `cuda`, `cuda:N`, `emulated` or `auto`. `emulated`
+    /// runs the CUDA kernels on the CPU, for tests; `emulated:mma` those for tensor cores. `auto`
+    /// takes a CUDA device if it can be used, otherwise the CPU. Engines share pages only if their
+    /// devices are of one kind. CUDA has not run on a GPU yet
+    #[arg(long, default_value = "cpu", value_name = "DEVICE")]
+    device: DeviceChoice,
     /// Tokens per page. Must be the same for all engines of a model. Default: 32, or the largest
     /// power of two below it whose page has at most 2 MiB
     #[arg(long, value_name = "TOKENS")]
@@ -46,6 +58,12 @@ enum KvDtypeArg {
 enum WeightsArg {
     Stored,
     Q8,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum ActivationsArg {
+    Auto,
+    F32,
 }
 
 impl ModelArgs {
@@ -85,6 +103,11 @@ impl ModelArgs {
                 WeightsArg::Stored => WeightFormat::Stored,
                 WeightsArg::Q8 => WeightFormat::Q8,
             },
+            activations: match self.activations {
+                ActivationsArg::Auto => Activations::Narrow,
+                ActivationsArg::F32 => Activations::F32,
+            },
+            device: self.device,
         }
     }
 }

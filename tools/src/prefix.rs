@@ -4,12 +4,13 @@ use crate::admin::Target;
 use crate::output::say;
 use crate::table::{self, column};
 use crate::tiers::duration;
+use crate::time::{ago, unix_ms};
 use anyhow::{Context, Result, anyhow, bail};
 use clap::{ArgGroup, Args, Subcommand};
 use larder_model::ChatMessage;
 use larder_router::admin::api::{
-    ForgetResponse, InspectResponse, PATH_FORGET, PATH_INSPECT, PATH_PIN, PATH_UNPIN, PATH_WARM, PageStatus,
-    PinRequest, PinResponse, PinStatus, PinStrength, PrefixRequest, WarmResponse,
+    ForgetResponse, InspectRequest, InspectResponse, MissStatus, PATH_FORGET, PATH_INSPECT, PATH_PIN, PATH_UNPIN,
+    PATH_WARM, PageStatus, PinRequest, PinResponse, PinStatus, PinStrength, PrefixRequest, WarmResponse,
 };
 use larder_router::openai::fields::Fields;
 use larder_router::openai::messages::take_messages;
@@ -23,7 +24,7 @@ use std::time::Duration;
 #[derive(Debug, Subcommand)]
 pub enum Prefix {
     /// Show the tier of each page of a prefix
-    Inspect(PrefixArgs),
+    Inspect(InspectArgs),
     /// Load the pages of a prefix into DRAM. A prefill engine computes those that the store lacks
     Warm(PrefixArgs),
     /// Protect the pages of a prefix from eviction for a limited time. Pages on NVMe are loaded
@@ -33,6 +34,16 @@ pub enum Prefix {
     Unpin(PrefixArgs),
     /// Delete the pages of a prefix from all tiers, durably
     Forget(PrefixArgs),
+}
+
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// Show why pages are missing: never stored, evicted, expired, forgotten, or of a namespace
+    /// that differs in the fields named. For the first 1024 missing pages
+    #[arg(long)]
+    why: bool,
+    #[command(flatten)]
+    prefix: PrefixArgs,
 }
 
 #[derive(Debug, Args)]
@@ -111,12 +122,13 @@ fn parse_chat(text: &str) -> Result<Vec<ChatMessage>> {
 
 pub async fn run(command: Prefix) -> Result<()> {
     match command {
-        Prefix::Inspect(args) => {
+        Prefix::Inspect(InspectArgs { why, prefix }) => {
+            let request = InspectRequest { prefix: prefix.request()?, why };
             // Kept as JSON, so that `--json` also prints fields that this version does not know.
-            let json: Value = args.target.send(PATH_INSPECT, Some(&args.request()?)).await?;
+            let json: Value = prefix.target.send(PATH_INSPECT, Some(&request)).await?;
             let answer = InspectResponse::deserialize(&json).context("the router sent an unexpected answer")?;
             let text = format_inspection(&answer, &json);
-            args.target.print(&json, |_| say!("{text}"))
+            prefix.target.print(&json, |_| say!("{text}"))
         }
         Prefix::Warm(args) => {
             let answer: WarmResponse = args.target.send(PATH_WARM, Some(&args.request()?)).await?;
@@ -184,8 +196,20 @@ fn format_inspection(answer: &InspectResponse, json: &Value) -> String {
     if pages.iter().any(|page| page.get("pin").is_some()) {
         columns.push(column("PIN", |page| page.pin.map_or("-".to_string(), format_pin)));
     }
+    if answer.pages.iter().any(|page| page.miss.is_some()) {
+        columns.push(column("WHY", |page| page.miss.as_ref().map_or("-".to_string(), format_miss)));
+    }
     columns.push(column("KEY", |page| page.key.clone()));
     format!("{summary}\n{}", table::format(&columns, &rows, false))
+}
+
+fn format_miss(miss: &MissStatus) -> String {
+    let reason = miss.reason.replace('_', " ");
+    match miss.at_unix_ms {
+        Some(at_unix_ms) => format!("{reason} {}", ago(at_unix_ms, unix_ms())),
+        None if miss.differing.is_empty() => reason,
+        None => format!("{reason}: {}", miss.differing.join(", ")),
+    }
 }
 
 fn format_pin(pin: PinStatus) -> String {
@@ -215,6 +239,11 @@ mod tests {
             "{text}"
         );
         assert!(text.lines().all(|line| line.chars().count() <= 120), "{text}");
+        answer["pages"][1]["miss"] =
+            json!({"reason": "other_namespace", "at_unix_ms": null, "differing": ["weights", "tenant"]});
+        let text = format(&answer);
+        // A narrow column breaks its text between words.
+        assert!(["WHY", "other", "weights,", "tenant"].iter().all(|word| text.contains(word)), "{text}");
         answer["pages"]
             .as_array_mut()
             .unwrap()

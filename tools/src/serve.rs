@@ -10,9 +10,11 @@ use anyhow::{Context, Result};
 use bytesize::ByteSize;
 use clap::Args;
 use larder_client::StoreUrl;
-use larder_node::{Executor, FabricOptions, L3_QUEUE_DEPTH_DEFAULT, L3Device, Node, NodeOptions, RdmaOptions};
+use larder_node::{
+    Executor, FabricOptions, L3_QUEUE_DEPTH_DEFAULT, L3Device, NamespacePrefix, Node, NodeOptions, RdmaOptions,
+};
 use larder_router::{Router, RouterOptions};
-use larder_worker::{Engine, EngineOptions, Role};
+use larder_worker::{Engine, EngineOptions, EngineStore, L3Path, Role};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -22,14 +24,16 @@ pub struct StoreArgs {
     /// Address of the data port
     #[arg(long, default_value = "127.0.0.1:7700", value_name = "ADDRESS")]
     listen: SocketAddr,
-    /// Address of the HTTP endpoints /healthz, /metrics, /status and /scrub. Without it they are
-    /// off
+    /// Address of the HTTP endpoints /healthz, /metrics, /status, /scrub and /namespaces. Without
+    /// it they are off
     #[arg(long, value_name = "ADDRESS")]
     admin_listen: Option<SocketAddr>,
     /// Address of the Redis port, for clients that speak the Redis protocol. Without it the port is
     /// off. It has no password: keep it on a private network
     #[arg(long, value_name = "ADDRESS")]
     redis_listen: Option<SocketAddr>,
+    #[command(flatten)]
+    events: EventArgs,
     /// Directory of the node's identity and, unless --l3 is given, of its L3. Without it and --l3
     /// the node keeps pages in DRAM only and loses them when it stops. With --l3 alone, the
     /// identity is stored beside the first log
@@ -87,10 +91,38 @@ pub struct StoreArgs {
 }
 
 #[derive(Debug, Args)]
+struct EventArgs {
+    /// Address of the stream of KV events: pages that L2 stores and removes, for ZeroMQ subscribers
+    /// that follow vLLM or SGLang. Without it there are no events. It has no password: keep it on a
+    /// private network
+    #[arg(long, value_name = "ADDRESS")]
+    kv_events_listen: Option<SocketAddr>,
+    /// Address at which ZeroMQ clients ask for older KV events and for the pages of L2
+    #[arg(long, value_name = "ADDRESS", requires = "kv_events_listen")]
+    kv_events_replay_listen: Option<SocketAddr>,
+    /// Topic of the KV events, at most 255 bytes. Default: `kv@NODE@`, with the name of the node
+    #[arg(long, value_name = "TOPIC", requires = "kv_events_listen")]
+    kv_events_topic: Option<String>,
+    /// Namespaces with KV events, given by the hex digits that `larder status --wide` shows.
+    /// Default: all
+    #[arg(long, value_name = "NAMESPACE", requires = "kv_events_listen")]
+    kv_events_namespace: Option<NamespacePrefix>,
+    /// KV events also of the pages that L3 stores and removes. They cost 24 bytes of memory per
+    /// page on L3
+    #[arg(long, requires = "kv_events_listen")]
+    kv_events_l3: bool,
+}
+
+#[derive(Debug, Args)]
 pub struct EngineArgs {
-    /// URL of the store, e.g. `larder://10.0.0.1:7700,10.0.0.2:7700/`
+    /// URL of the store, e.g. `larder://10.0.0.1:7700,10.0.0.2:7700/`, or
+    /// `redis://10.0.0.1:6379/0` for a server that speaks the Redis protocol
     #[arg(long, env = "LARDER_STORE", hide_env_values = true, value_name = "URL")]
-    store: StoreUrl,
+    store: EngineStore,
+    /// URL of the nodes at which an engine on a Redis server registers itself, so that routers find
+    /// it. Default: none. Without a Redis server, an engine registers at its store
+    #[arg(long, value_name = "URL")]
+    register: Option<StoreUrl>,
     /// Model folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json
     #[arg(long, value_name = "DIRECTORY")]
     model: PathBuf,
@@ -109,6 +141,11 @@ pub struct EngineArgs {
     /// with a probe at start. Declare one name for engines that you know to compute the same bits
     #[arg(long, value_name = "NAME")]
     numerics: Option<String>,
+    /// Way of pages from the L3 of a node on this machine to the engine. `store`: through the node.
+    /// `gds`: the engine reads the node's files itself, and falls back to the node for pages that
+    /// it cannot read. `auto`: `gds` with a CUDA device, otherwise `store`
+    #[arg(long, default_value_t = L3Path::Auto, value_name = "PATH")]
+    l3_path: L3Path,
     /// Maximum number of prompt tokens computed in one step
     #[arg(long, default_value_t = 512, value_name = "TOKENS")]
     chunk_tokens: usize,
@@ -172,6 +209,11 @@ pub async fn store(args: StoreArgs) -> Result<()> {
         listen: args.listen,
         admin_listen: args.admin_listen,
         redis_listen: args.redis_listen,
+        kv_events_listen: args.events.kv_events_listen,
+        kv_events_replay_listen: args.events.kv_events_replay_listen,
+        kv_events_topic: args.events.kv_events_topic,
+        kv_events_namespace: args.events.kv_events_namespace,
+        kv_events_l3: args.events.kv_events_l3,
         data_dir: args.data_dir,
         l2_bytes: args.l2.as_u64(),
         l3_bytes: args.l3_bytes.as_u64(),
@@ -202,6 +244,12 @@ pub async fn store(args: StoreArgs) -> Result<()> {
     if let Some(addr) = node.redis_addr() {
         say!("Redis protocol at redis://{addr}");
     }
+    if let Some(addr) = node.kv_events_addr() {
+        say!("KV events at tcp://{addr}");
+    }
+    if let Some(addr) = node.kv_events_replay_addr() {
+        say!("replays of KV events at tcp://{addr}");
+    }
     stop.received().await;
     node.shutdown().await;
     Ok(())
@@ -220,8 +268,10 @@ pub async fn engine(role: Role, args: EngineArgs) -> Result<()> {
     options.listen = args.listen;
     options.advertise = args.advertise;
     options.page_tokens = shape.page_tokens;
+    options.register = args.register;
     options.numerics = args.numerics;
     options.l1_bytes = args.load.l1.map_or_else(|| sizes::l1_alone(shape), |l1| l1.as_u64()) as usize;
+    options.l3_path = args.l3_path;
     options.chunk_tokens = args.chunk_tokens;
     options.max_batch = args.max_batch;
     args.http.apply(&mut options.http);

@@ -15,6 +15,7 @@ impl StopSignals {
         Ok(StopSignals { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
     }
 
+    /// Waits for the next signal. A signal that arrived since the last call ends the wait at once.
     pub async fn received(&mut self) {
         tokio::select! {
             _ = self.interrupt.recv() => {}

@@ -18,7 +18,7 @@ const L2_BYTES_LEAST_CAP: u64 = 256 << 20;
 /// Minimum default of L1. With less, a message would name an option that was not given.
 const L1_BYTES_MIN: u64 = 64 << 20;
 /// Minimum of L2, which the node accepts too.
-const L2_BYTES_MIN: u64 = 32 << 20;
+pub const L2_BYTES_MIN: u64 = 32 << 20;
 /// Free memory to assume where the kernel does not tell.
 const UNKNOWN_BYTES: u64 = 1 << 30;
 

@@ -6,6 +6,7 @@
 use crate::admin::Target;
 use crate::output::say;
 use crate::table::{Column, column, section, wide_column};
+use crate::time::duration_text;
 use crate::up::node_admin_urls;
 use anyhow::Result;
 use bytesize::ByteSize;
@@ -37,8 +38,8 @@ pub async fn run(args: StatusArgs) -> Result<()> {
 }
 
 fn format_status(status: &StatusResponse, node_urls: &[String], wide: bool) -> String {
-    let mut text =
-        format!("larder {}, router up {}, store {}", status.version, uptime(status.uptime_seconds), status.store);
+    let uptime = duration_text(status.uptime_seconds);
+    let mut text = format!("larder {}, router up {uptime}, store {}", status.version, status.store);
     if wide && status.memory_max.bytes > 0 {
         let _ = write!(text, "\nmemory of the router, at most: {}", ByteSize(status.memory_max.bytes));
     }
@@ -60,15 +61,6 @@ fn format_status(status: &StatusResponse, node_urls: &[String], wide: bool) -> S
         }
     }
     text
-}
-
-fn uptime(seconds: u64) -> String {
-    match seconds {
-        0..60 => format!("{seconds} s"),
-        60..3600 => format!("{} min", seconds / 60),
-        3600..86_400 => format!("{} h {} min", seconds / 3600, seconds / 60 % 60),
-        _ => format!("{} d {} h", seconds / 86_400, seconds / 3600 % 24),
-    }
 }
 
 fn node_columns() -> [Column<NodeView>; 17] {
@@ -160,7 +152,7 @@ fn eviction_sentences(state: &Value) -> Vec<String> {
     }
     let gap = |index: usize| number(eviction, &format!("/gaps_ms/{index}"));
     if let (Some(fast), Some(half), Some(slow)) = (gap(0), gap(1), gap(2)) {
-        let [fast, half, slow] = [fast, half, slow].map(|ms| uptime(ms.div_ceil(1000)));
+        let [fast, half, slow] = [fast, half, slow].map(|ms| duration_text(ms.div_ceil(1000)));
         sentences.push(format!(
             "Pages that return do so within {half} in half of the cases, {fast} in a tenth, {slow} in nine tenths."
         ));
@@ -169,8 +161,12 @@ fn eviction_sentences(state: &Value) -> Vec<String> {
         && put > 0
     {
         let denied = number(state, "/tiers/l2/writes_denied").unwrap_or(0);
-        let ratio = written as f64 / put as f64;
-        sentences.push(format!("L3: {ratio:.2} bytes written per byte put, {denied} writes beyond the write budget."));
+        let copied = number(state, "/tiers/l3/copied_forward_bytes").unwrap_or(0);
+        let [all, copied] = [written + copied, copied].map(|bytes| bytes as f64 / put as f64);
+        sentences.push(format!(
+            "L3: {all:.2} bytes written per byte put, {copied:.2} of them copies; \
+             {denied} writes beyond the write budget."
+        ));
     }
     sentences
 }
@@ -262,7 +258,7 @@ mod tests {
                         },
                         "l3": {
                             "pages": 123_456_789, "bytes_used": 7u64 << 40, "bytes_capacity": 8u64 << 40,
-                            "devices": [device], "written_bytes": 50,
+                            "devices": [device], "written_bytes": 50, "copied_forward_bytes": 10,
                         },
                         "namespaces": [{"namespace": "ab".repeat(32), "pages": 1, "bytes": 1024, "quota_bytes": null, "floor_bytes": 512, "hard_pinned_bytes": 0}],
                     },
@@ -311,7 +307,7 @@ mod tests {
             "Order: lowest expected hits first. Reason: LRU would miss pages that return.",
             "Admission: 40 of 100 pages refused.",
             "return do so within 18 s in half of the cases, 6 s in a tenth, 2 min in nine tenths.",
-            "L3: 0.25 bytes written per byte put, 3 writes beyond the write budget.",
+            "L3: 0.30 bytes written per byte put, 0.05 of them copies; 3 writes beyond the write budget.",
         ] {
             assert!(text.contains(expected), "{expected}: {text}");
         }

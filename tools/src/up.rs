@@ -19,9 +19,13 @@ use larder_memory::machine;
 use larder_memory::plan::MemoryPlan;
 use larder_node::{Node, NodeOptions};
 use larder_router::{Router, RouterHandle, RouterOptions};
+use larder_worker::memory_plan::CONSTRAINT_WORKERS;
+use larder_worker::trials::ConstraintTrials;
+use larder_worker::worker_process::WorkerCommand;
 use larder_worker::{Engine, EngineHandle, EngineOptions, Preloaded, Role};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub const DATA_DIR: &str = "larder-data";
@@ -88,7 +92,7 @@ impl Args {
     }
 
     fn engine_options(&self, role: Role, folder: &Path, model: &LoadedModel, store: StoreUrl) -> EngineOptions {
-        let mut options = EngineOptions::new(role, folder, store);
+        let mut options = EngineOptions::new(role, folder, store.into());
         options.preloaded = Some(model.preloaded.clone());
         options.page_tokens = model.shape.page_tokens;
         options.l1_bytes = model.sizes.l1 as usize;
@@ -118,6 +122,8 @@ impl Args {
             larder_worker::memory_plan::of(&options, &model.preloaded.model)
         });
         let shared = [larder_worker::memory_plan::WEIGHTS, "tokenizer", "process"];
+        // The router has the workers of all.
+        let [prefill, decode] = [prefill, decode].map(|plan| plan.without(CONSTRAINT_WORKERS));
         let engines = [prefill, shared.into_iter().fold(decode, |plan, part| plan.without(part))];
         let router = larder_router::memory_plan::of(&self.router_options(store)).without("process");
         let l2_bytes = model.sizes.l2;
@@ -189,12 +195,17 @@ impl LocalCluster {
 
     async fn start_serving(&mut self, args: &Args, folder: &Path, model: &LoadedModel) -> Result<()> {
         let store = store_url(self.nodes.iter().map(|node| node.addr().to_string()).collect());
+        // Shared, so that engines try no constraint again that the router has tried.
+        let trials = Arc::new(ConstraintTrials::new(WorkerCommand::default()));
         for role in ROLES {
-            let options = args.engine_options(role, folder, model, store.clone());
+            let mut options = args.engine_options(role, folder, model, store.clone());
+            options.constraint_trials = trials.clone();
             let engine = Engine::start(options).await.with_context(|| format!("the {role} engine cannot start"))?;
             self.engines.push(engine);
         }
-        let router = Router::start(args.router_options(store)).await.context("the router cannot start")?;
+        let mut options = args.router_options(store);
+        options.constraint_trials = Some(trials);
+        let router = Router::start(options).await.context("the router cannot start")?;
         let ready = router.wait_ready(READY_TIMEOUT).await;
         let admin = router.admin_addr();
         self.router = Some(router);

@@ -99,10 +99,8 @@ impl Larder {
     async fn put(&mut self, pages: Vec<(PageKey, Bytes)>) -> Result<()> {
         let deadline = deadline();
         let mut pause = BUSY_PAUSE;
-        let mut left: Vec<(NewPage, Bytes)> = pages
-            .into_iter()
-            .map(|(key, bytes)| (NewPage { key, parent: PageKey::NONE, position: 0 }, bytes))
-            .collect();
+        let mut left: Vec<(NewPage, Bytes)> =
+            pages.into_iter().map(|(key, bytes)| (NewPage::first(key), bytes)).collect();
         loop {
             let outcomes = self.client()?.put_pages(left.clone(), PutOptions::default(), deadline).await;
             let mut outcomes = outcomes.into_iter();

@@ -38,6 +38,8 @@ pub struct RoundFigures {
 pub struct Medians(pub RoundFigures);
 
 impl Medians {
+    /// Computes the medians. Of an even number of rounds, the upper one of the two in the middle
+    /// counts. Returns `None` without rounds.
     pub fn median(rounds: Vec<RoundFigures>) -> Option<Medians> {
         let middle = |figure: fn(&RoundFigures) -> f64| {
             let mut all: Vec<f64> = rounds.iter().map(figure).collect();

@@ -1,7 +1,7 @@
 //! Measures constraints with a vocabulary of 150,000 tokens:
 //! `cargo run --release -p larder-model --example guide`.
 
-use larder_model::{Constraint, GuideFactory, Tokenizer};
+use larder_model::{Constraint, Guide, GuideFactory, Tokenizer};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value, json};
@@ -45,6 +45,8 @@ fn measure(name: &str, factory: &GuideFactory, constraint: &Constraint) -> Resul
     drop(first.clone());
     let cloned = begin.elapsed();
     let mut steps = Vec::new();
+    let mut kept = Vec::new();
+    let before = resident_mib();
     let mut random = ChaCha8Rng::seed_from_u64(1);
     for _ in 0..SEQUENCES {
         let mut guide = first.clone();
@@ -61,7 +63,11 @@ fn measure(name: &str, factory: &GuideFactory, constraint: &Constraint) -> Resul
             guide.accept(allowed[random.random_range(0..allowed.len())])?;
             steps.push(masked + begin.elapsed());
         }
+        kept.push(guide);
     }
+    let resident = resident_mib().saturating_sub(before);
+    let estimated = kept.iter().map(Guide::bytes).sum::<usize>() >> 20;
+    println!("{name}: {} guides take {resident} MiB, and are charged for {estimated} MiB", kept.len());
     steps.sort_unstable();
     let mean = steps.iter().sum::<Duration>() / steps.len() as u32;
     println!(

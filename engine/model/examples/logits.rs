@@ -1,11 +1,12 @@
 //! Writes the logits of a model at every position of a prompt, for comparisons with other programs:
-//! `cargo run --release -p larder-model --example logits -- FOLDER TOKENS OUT [bf16|f16|f32] [q8]`.
+//! `cargo run --release -p larder-model --example logits -- FOLDER TOKENS OUT [bf16|f16|f32] [q8]
+//! [narrow]`.
 //!
 //! `TOKENS` is a file of token numbers, separated by spaces. `OUT` becomes `[positions][vocab]` in
 //! little-endian `f32`.
 
 use larder_format::KvDtype;
-use larder_model::{Chunk, KvPool, LoadOptions, LogitRows, Model, PageSlot, WeightFormat};
+use larder_model::{Activations, Chunk, KvPool, LoadOptions, LogitRows, Model, PageSlot, WeightFormat};
 use std::path::Path;
 
 const PAGE_TOKENS: u32 = 16;
@@ -13,7 +14,7 @@ const PAGE_TOKENS: u32 = 16;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [folder, tokens, out, choices @ ..] = &arguments[..] else {
-        return Err("usage: logits FOLDER TOKENS OUT [bf16|f16|f32] [q8]".into());
+        return Err("usage: logits FOLDER TOKENS OUT [bf16|f16|f32] [q8] [narrow]".into());
     };
     let mut options = LoadOptions::default();
     for choice in choices {
@@ -22,7 +23,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             "f16" => options.kv_dtype = Some(KvDtype::F16),
             "f32" => options.kv_dtype = Some(KvDtype::F32),
             "q8" => options.weights = WeightFormat::Q8,
-            _ => return Err(format!("{choice} is unknown; known are bf16, f16, f32 and q8").into()),
+            "narrow" => options.activations = Activations::Narrow,
+            _ => return Err(format!("{choice} is unknown; known are bf16, f16, f32, q8 and narrow").into()),
         }
     }
     let model = Model::load_with(Path::new(folder), &options, &|_, _| ())?;

@@ -1,35 +1,35 @@
 //! Measures the speed of a model folder and of this machine. Run it with `cargo run --release -p
 //! larder-model --example measure -- [FOLDER] [OPTIONS]`. The options are `--prompt TOKENS`,
-//! `--repeats N`, `--sequences N,N`, `--q8` and `--json`.
+//! `--repeats N`, `--steps N`, `--sequences N,N`, `--q8`, `--activations f32` and `--json`.
 //!
 //! Decode is bound by the bandwidth of memory: every token reads all weights. So the program also
-//! measures how fast this machine reads memory, in the same run, and prints the ratio.
+//! measures how fast this machine reads memory, before and after each measurement of decode. On a
+//! shared machine this speed changes from second to second, so each ratio has its own.
 
 use larder_kernels::cpu::argmax;
-use larder_model::{Chunk, KvPool, LoadOptions, LogitRows, Model, PageSlot, WeightFormat, numerics};
+use larder_model::{Activations, Chunk, KvPool, LoadOptions, LogitRows, Model, PageSlot, WeightFormat, numerics};
 use rayon::prelude::*;
 use serde_json::json;
 use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Decode steps per measurement.
-const STEPS: usize = 12;
 /// Prompt tokens per forward pass, as in an engine.
 const CHUNK: usize = 256;
 /// Buffer for the bandwidth, far larger than any cache.
 const READ_BYTES: usize = 1 << 30;
-/// Measurements of the bandwidth.
-const READS: usize = 5;
 
 struct Arguments {
     folder: PathBuf,
     prompt: usize,
     /// Measurements per figure. Printed are the median, the lowest and the highest.
     repeats: usize,
+    /// Decode steps per measurement.
+    steps: usize,
     /// Numbers of sequences that decode together.
     sequences: Vec<usize>,
     weights: WeightFormat,
+    activations: Activations,
     is_json: bool,
 }
 
@@ -38,8 +38,10 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
         folder: Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/larder-tiny"),
         prompt: 1024,
         repeats: 5,
+        steps: 12,
         sequences: vec![1, 4, 8],
         weights: WeightFormat::Stored,
+        activations: Activations::Narrow,
         is_json: false,
     };
     let mut arguments = std::env::args().skip(1);
@@ -48,8 +50,10 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
         match argument.as_str() {
             "--prompt" => found.prompt = value()?.parse()?,
             "--repeats" => found.repeats = value()?.parse()?,
+            "--steps" => found.steps = value()?.parse()?,
             "--sequences" => found.sequences = value()?.split(',').map(str::parse).collect::<Result<_, _>>()?,
             "--q8" => found.weights = WeightFormat::Q8,
+            "--activations" if value()? == "f32" => found.activations = Activations::F32,
             "--json" => found.is_json = true,
             _ if argument.starts_with('-') => return Err(format!("{argument} is unknown").into()),
             _ => found.folder = argument.into(),
@@ -59,10 +63,11 @@ fn arguments() -> Result<Arguments, Box<dyn Error>> {
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let Arguments { folder, prompt, repeats, sequences, weights, is_json } = arguments()?;
+    let Arguments { folder, prompt, repeats, steps, sequences, weights, activations, is_json } = arguments()?;
     let started = Instant::now();
-    let model = Model::load_with(&folder, &LoadOptions { weights, ..LoadOptions::default() }, &|_, _| ())?;
-    println!("load: {:.1?}; {} threads", started.elapsed(), rayon::current_num_threads());
+    let model = Model::load_with(&folder, &LoadOptions { weights, activations, ..LoadOptions::default() }, &|_, _| ())?;
+    let threads = rayon::current_num_threads();
+    println!("load: {:.1?}; {threads} threads; activations in {}", started.elapsed(), model.activations());
     let resident = resident_bytes()?;
     println!("resident memory: {:.2} GB", resident / 1e9);
     let started = Instant::now();
@@ -70,32 +75,29 @@ fn main() -> Result<(), Box<dyn Error>> {
     let probe = started.elapsed();
     println!("probe of the numerics: {probe:.1?}, {name}");
     let buffer: Vec<u64> = (0..READ_BYTES as u64 / 8).into_par_iter().collect();
-    let bandwidth = figure((0..READS).map(|_| READ_BYTES as f64 / read_all(&buffer).as_secs_f64() / 1e9).collect());
-    drop(buffer);
-    println!("memory reads: {bandwidth} GB/s");
     let speeds = (0..repeats).map(|_| prompt as f64 / prefill(&model, prompt).as_secs_f64()).collect();
     let prefill = figure(speeds);
     println!("prefill of {prompt} tokens: {prefill} tokens/s");
-    let mut alone = 0.0;
+    let bytes = weight_bytes(&folder, weights)?;
+    let mut figures = json!({
+        "prefill": prefill.median, "weight_bytes": bytes, "resident_bytes": resident,
+        "probe_seconds": probe.as_secs_f64(),
+    });
     for count in sequences {
-        let speed = figure(decode(&model, prompt, count, repeats));
+        let measured = decode(&model, prompt, count, (repeats, steps), &buffer);
+        let speed = figure(measured.iter().map(|(speed, _)| *speed).collect());
         println!("decode after {prompt} tokens, {count} together: {speed} tokens/s");
         if count == 1 {
-            alone = speed.median;
+            let bandwidth = figure(measured.iter().map(|(_, bandwidth)| bandwidth / 1e9).collect());
+            let share = figure(measured.iter().map(|(speed, bandwidth)| speed * bytes / bandwidth).collect());
+            println!("memory reads: {bandwidth} GB/s; a token reads {:.3} GB of weights", bytes / 1e9);
+            println!("decode reaches {share} of the speed of memory");
+            figures["decode"] = speed.median.into();
+            figures["bandwidth"] = (bandwidth.median * 1e9).into();
+            figures["share_of_bandwidth"] = share.median.into();
         }
     }
-    let bytes = weight_bytes(&folder, weights)?;
-    let bound = bandwidth.median * 1e9 / bytes;
-    println!(
-        "bytes per token: {:.3} GB of weights; memory allows {bound:.1} tokens/s; decode reaches {:.2} of that",
-        bytes / 1e9,
-        alone / bound
-    );
     if is_json {
-        let figures = json!({
-            "prefill": prefill.median, "decode": alone, "bandwidth": bandwidth.median * 1e9, "weight_bytes": bytes,
-            "resident_bytes": resident, "probe_seconds": probe.as_secs_f64(),
-        });
         println!("{figures}");
     }
     Ok(())
@@ -176,19 +178,27 @@ fn prefill(model: &Model, count: usize) -> Duration {
     started.elapsed()
 }
 
-/// Tokens per second of all sequences together, once per repetition.
-fn decode(model: &Model, context: usize, sequences: usize, repeats: usize) -> Vec<f64> {
+/// Tokens per second of all sequences together, and the bytes per second that memory delivers
+/// around them, once per repetition.
+fn decode(
+    model: &Model,
+    context: usize,
+    sequences: usize,
+    (repeats, steps): (usize, usize),
+    buffer: &[u64],
+) -> Vec<(f64, f64)> {
     let mut state: Vec<_> = (0..sequences)
         .map(|s| {
-            let mut pages = pages(model, context + repeats * STEPS);
+            let mut pages = pages(model, context + repeats * steps);
             let logits = prefill_into(model, &tokens(model, context, s), &mut pages);
             (pages, [argmax(&logits)])
         })
         .collect();
     let mut speeds = Vec::new();
     for repeat in 0..repeats {
+        let before = read_all(buffer);
         let started = Instant::now();
-        for step in repeat * STEPS..(repeat + 1) * STEPS {
+        for step in repeat * steps..(repeat + 1) * steps {
             let mut batch: Vec<Chunk<'_>> = state
                 .iter_mut()
                 .map(|(pages, token)| Chunk { tokens: token, position: context + step, pages, logits: LogitRows::Last })
@@ -199,7 +209,8 @@ fn decode(model: &Model, context: usize, sequences: usize, repeats: usize) -> Ve
                 *token = [argmax(logits)];
             }
         }
-        speeds.push((STEPS * sequences) as f64 / started.elapsed().as_secs_f64());
+        let speed = (steps * sequences) as f64 / started.elapsed().as_secs_f64();
+        speeds.push((speed, 2.0 * size_of_val(buffer) as f64 / (before + read_all(buffer)).as_secs_f64()));
     }
     speeds
 }

@@ -9,6 +9,7 @@
 use crate::kv::PageSlot;
 use crate::model::Model;
 use larder_format::PageGeometry;
+use larder_kernels::device::DeviceError;
 use thiserror::Error;
 
 #[derive(Debug)]
@@ -41,7 +42,8 @@ impl LayerHooks for () {
     fn layer_done(&mut self, _layer: usize, _batch: &[Chunk<'_>]) {}
 }
 
-/// Reasons for which a batch is refused. No page has changed. `chunk` is an index into the batch.
+/// Reasons for which a pass fails. `chunk` is an index into the batch. No page has changed, except
+/// after [`Device`](Self::Device) and [`Damaged`](Self::Damaged).
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ForwardError {
     #[error("chunk {chunk} has no tokens")]
@@ -55,8 +57,17 @@ pub enum ForwardError {
     #[error("chunk {chunk} would write into page {page}, which is sealed")]
     Sealed { chunk: usize, page: usize },
     /// A page has another shape than the model requires, or than the earlier pages of its sequence.
+    /// On a device, all pages of a batch have one shape.
     #[error("chunk {chunk}: page {page} has another shape than the model requires, or than the pages before it")]
     Geometry { chunk: usize, page: usize },
+    /// The device has read other bytes of a page than its checksums say. The page is not to be used
+    /// again. Pages to write may have keys and values of some layers, and hooks may have seen them;
+    /// these are those that a repeated pass computes.
+    #[error("chunk {chunk}: the bytes of page {page} do not match their checksums on the device")]
+    Damaged { chunk: usize, page: usize },
+    /// The device has failed, or its memory has no room. The pages to write are partly written.
+    #[error("the device of the model failed: {0}")]
+    Device(#[from] DeviceError),
 }
 
 impl Chunk<'_> {

@@ -3,7 +3,8 @@
 //! A [`Constraint`] is data: [`GuideFactory`](crate::GuideFactory) compiles it for a tokenizer.
 //!
 //! Invariant: a constraint of at most [`CONSTRAINT_BYTES_MAX`] bytes is untrusted. Compiling it can
-//! take any time, so the router compiles each new one in a process that it can stop.
+//! take any time. So routers and engines first compile each new one in a process that they can
+//! stop.
 
 use llguidance::api::{GrammarWithLexer, TopLevelGrammar};
 use serde::{Deserialize, Serialize};

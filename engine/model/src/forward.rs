@@ -45,12 +45,15 @@ impl Model {
     /// Computes the keys and values of all tokens of `batch` into their pages, and the requested
     /// logits. Returns per chunk its rows of `vocab` logits, concatenated. Calls `hooks` after each
     /// layer, on one thread at a time. Waits for passes of other callers, and gives way to shorter
-    /// ones between two layers.
+    /// ones between two layers. A pass on a device does not give way.
     ///
     /// # Errors
-    /// If the batch is invalid (see [`ForwardError`]). No page has changed then.
+    /// If the batch is invalid, and no page has changed then. If the device fails.
     pub fn forward(&self, batch: &mut [Chunk<'_>], hooks: &mut dyn LayerHooks) -> Result<Vec<Vec<f32>>, ForwardError> {
         batch::check(batch, self)?;
+        if let Some(device) = &self.device {
+            return device.forward(self, batch, hooks);
+        }
         let rows: Vec<Range<usize>> = batch.iter().map(|chunk| 0..chunk.tokens.len()).collect();
         let count = rows.iter().map(Range::len).sum();
         let mut pass = Pass { layer: 0, rows, scratch: self.scratch.take() };
@@ -104,6 +107,9 @@ impl Model {
         // As in `Scratch`: stream, normed and projected; gate, up and activated; the rope table.
         let row = 3 * config.hidden + 3 * config.intermediate + config.head_dim;
         let row = (row + self.qkv_width() + config.query_width()) * size_of::<f32>();
+        // The rounded inputs of a product take at most half of their f32, in whole blocks of 32.
+        let widest = config.hidden.max(config.intermediate).max(config.query_width());
+        let row = row + widest.next_multiple_of(32) * size_of::<f32>() / 2;
         // The pass has all logits in one buffer, and returns copies.
         let logit_row = 2 * config.vocab * size_of::<f32>();
         let of_rows = rows.saturating_mul(row).saturating_add(logit_rows.saturating_mul(logit_row));

@@ -5,13 +5,14 @@
 //!   are allowed exactly where the text may end.
 //! - The state of one sequence never depends on another: clones share nothing that changes.
 //! - No constraint and no vocabulary causes a panic. The library's panics become errors.
+//! - A guide tells its memory after each step. One of more than [`GUIDE_BYTES_MAX`] ends.
 
 use crate::constraint::Constraint;
 use crate::tokenizer::Tokenizer;
 use llguidance::api::ParserLimits;
 use llguidance::earley::SlicedBiasComputer;
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, SimpleVob, TokEnv, TokRxInfo, TokTrie};
-use llguidance::{Matcher, ParserFactory, panic_utils};
+use llguidance::{ParserFactory, TokenParser, panic_utils};
 use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,6 +25,22 @@ const TRIAL_STACK_BYTES: usize = 1 << 20;
 /// Maximum work of one sequence, in items of the parser. They take about 16 bytes each while the
 /// parser keeps them. An object with a hundred fields takes some hundred per token.
 const ITEMS_MAX: usize = 16 << 20;
+/// Maximum memory of a guide, as [`Guide::bytes`] estimates it.
+pub const GUIDE_BYTES_MAX: usize = 128 << 20;
+/// Memory by which a guide can grow in one step, in bytes. The fuel of the lexer makes up to
+/// 200,000 expressions, and a guide has at most 20,000 states of about a kilobyte.
+pub const GUIDE_STEP_BYTES_MAX: usize = 48 << 20;
+/// Memory of a guide beside its tables.
+const GUIDE_BYTES_LEAST: usize = 128 << 10;
+/// Memory of the lexer, in lengths of its tables: a table may be half empty, and the lexer has a
+/// copy of the expressions at its start.
+const LEXER_FACTOR: usize = 3;
+/// Memory of an item that the parser keeps, with its part of a row.
+const ITEM_BYTES: usize = 128;
+/// Memory of a byte of the text so far: it, and a state of the lexer.
+const TEXT_BYTE_BYTES: usize = 64;
+/// Memory of a compiled grammar per byte of its constraint.
+const GRAMMAR_FACTOR: usize = 32;
 /// Maximum length of a reason, in characters. The library quotes parts of grammars.
 const REASON_CHARS_MAX: usize = 500;
 /// Longest token that a constraint can use, in bytes.
@@ -138,16 +155,17 @@ impl GuideFactory {
         let compile = || {
             let grammar = constraint.grammar(|text| self.special_tokens.get(text).copied());
             let grammar = grammar.map_err(GuideError::Invalid)?;
-            let matcher = Matcher::new(self.parsers.create_parser(grammar));
-            match matcher.get_error() {
-                None => {
-                    // Only a grammar of a user can name tokens.
-                    let is_grammar = matches!(constraint, Constraint::Grammar(_));
-                    let matcher = GuideMatcher::Start(Arc::new(Mutex::new(matcher)));
-                    Ok(Guide { matcher, items: 0, only: is_grammar.then(|| self.text_tokens.clone()) })
-                }
-                Some(error) => Err(GuideError::Invalid(reason(error))),
+            let mut parser = self.parsers.create_parser(grammar).map_err(|error| GuideError::Invalid(reason(error)))?;
+            if parser.is_fresh() {
+                parser.start_without_prompt();
             }
+            let bytes = bytes_of(&parser, 0) + constraint.bytes() * GRAMMAR_FACTOR;
+            if bytes > GUIDE_BYTES_MAX {
+                return Err(GuideError::Invalid(too_large()));
+            }
+            // Only a grammar of a user can name tokens.
+            let only = matches!(constraint, Constraint::Grammar(_)).then(|| self.text_tokens.clone());
+            Ok(Guide { state: GuideState::Start(Arc::new(Mutex::new(parser))), items: 0, bytes, only })
         };
         on_stack(COMPILE_STACK_BYTES, compile)
     }
@@ -176,42 +194,54 @@ fn on_stack<T: Send>(bytes: usize, work: impl FnOnce() -> Result<T, GuideError> 
     })
 }
 
+/// Estimates the memory of a parser whose masks have taken `mask_items` items.
+fn bytes_of(parser: &TokenParser, mask_items: usize) -> usize {
+    // The items of a mask are dropped with it, and the largest mask leaves room for its own.
+    let kept = parser.parser_stats().all_items.saturating_sub(mask_items) + parser.max_step_stats().all_items;
+    GUIDE_BYTES_LEAST
+        + parser.parser.lexer_stats().num_bytes * LEXER_FACTOR
+        + kept * ITEM_BYTES
+        + parser.final_bytes().len() * TEXT_BYTE_BYTES
+}
+
 /// Place of one sequence in its constraint. A clone is independent. It costs a copy of the lexer,
 /// some megabytes, which is made at the first use of a guide at its start.
 pub struct Guide {
-    matcher: GuideMatcher,
+    state: GuideState,
     /// Work so far.
     items: usize,
+    bytes: usize,
     /// The only tokens that may follow, whatever the constraint says.
     only: Option<Arc<SimpleVob>>,
 }
 
-enum GuideMatcher {
+enum GuideState {
     /// At the start of the constraint, as for all other guides at its start.
-    Start(Arc<Mutex<Matcher>>),
-    Own(Box<Matcher>),
+    Start(Arc<Mutex<TokenParser>>),
+    Own(Box<TokenParser>),
+    /// After an error, or released.
+    Ended,
 }
 
-impl GuideMatcher {
-    fn own(&mut self) -> &mut Matcher {
-        if let GuideMatcher::Start(shared) = self {
+impl GuideState {
+    /// Parser of this sequence alone. `None` after the end.
+    fn own(&mut self) -> Option<&mut TokenParser> {
+        if let GuideState::Start(shared) = self {
             let copy = shared.lock().unwrap_or_else(PoisonError::into_inner).deep_clone();
-            *self = GuideMatcher::Own(Box::new(copy));
+            *self = GuideState::Own(Box::new(copy));
         }
-        match self {
-            GuideMatcher::Own(matcher) => matcher,
-            GuideMatcher::Start(_) => unreachable!("the guide has its own matcher since the lines above"),
-        }
+        if let GuideState::Own(parser) = self { Some(parser) } else { None }
     }
 }
 
 impl Clone for Guide {
     fn clone(&self) -> Self {
-        let matcher = match &self.matcher {
-            GuideMatcher::Start(shared) => GuideMatcher::Start(shared.clone()),
-            GuideMatcher::Own(matcher) => GuideMatcher::Own(Box::new(matcher.deep_clone())),
+        let state = match &self.state {
+            GuideState::Start(shared) => GuideState::Start(shared.clone()),
+            GuideState::Own(parser) => GuideState::Own(Box::new(parser.deep_clone())),
+            GuideState::Ended => GuideState::Ended,
         };
-        Self { matcher, items: self.items, only: self.only.clone() }
+        Self { state, items: self.items, bytes: self.bytes, only: self.only.clone() }
     }
 }
 
@@ -247,33 +277,87 @@ impl AllowedTokens {
     }
 }
 
+fn too_large() -> String {
+    format!("its tables take more than {} MiB", GUIDE_BYTES_MAX >> 20)
+}
+
+fn ended() -> GuideError {
+    GuideError::TooComplex("it has failed before".into())
+}
+
 impl Guide {
-    /// Computes the tokens that may follow. Takes at most the limits of a step.
+    /// Computes the tokens that may follow. Takes at most the limits of a step. After an error the
+    /// guide has ended, and its memory is free.
     pub fn allowed(&mut self) -> Result<AllowedTokens, GuideError> {
-        let matcher = self.matcher.own();
-        let mask = matcher.compute_mask();
-        self.items += matcher.last_step_stats().map_or(0, |stats| stats.all_items);
-        if self.items > ITEMS_MAX {
+        let allowed = self.next_mask();
+        if allowed.is_err() {
+            self.release();
+        }
+        allowed
+    }
+
+    fn next_mask(&mut self) -> Result<AllowedTokens, GuideError> {
+        let parser = self.state.own().ok_or_else(ended)?;
+        let items_before = self.items;
+        let step = panic_utils::catch_unwind(AssertUnwindSafe(|| {
+            let mask = parser.compute_mask()?;
+            let items = items_before + parser.last_step_stats().all_items;
+            Ok((mask, items, bytes_of(parser, items)))
+        }));
+        let (mask, items, bytes) = match step {
+            Ok(step) => step,
+            // Its name in the library. After an error, the parser has no other trace of the cause.
+            Err(error) if error.to_string().starts_with("NoExtensionBias") => return Err(GuideError::NoToken),
+            Err(error) => return Err(GuideError::TooComplex(reason(error))),
+        };
+        (self.items, self.bytes) = (items, bytes);
+        if items > ITEMS_MAX {
             return Err(GuideError::TooComplex("the answer exhausts the work for one constraint".into()));
         }
-        match mask {
-            Ok(mask) => Ok(AllowedTokens { mask, only: self.only.clone() }),
-            // Its name in the library. After an error, the matcher has no other trace of the cause.
-            Err(error) if error.to_string().starts_with("NoExtensionBias") => Err(GuideError::NoToken),
-            Err(error) => Err(GuideError::TooComplex(reason(error))),
+        if bytes > GUIDE_BYTES_MAX {
+            return Err(GuideError::TooComplex(too_large()));
         }
+        Ok(AllowedTokens { mask, only: self.only.clone() })
     }
 
     /// Takes the next token of the sequence, one of those that [`allowed`](Self::allowed) returned.
+    /// After an error the guide has ended.
     pub fn accept(&mut self, id: u32) -> Result<(), GuideError> {
-        self.matcher.own().consume_token(id).map_err(|error| GuideError::TooComplex(reason(error)))
+        let parser = self.state.own().ok_or_else(ended)?;
+        let step = panic_utils::catch_unwind(AssertUnwindSafe(|| {
+            let back = parser.consume_token(id)?;
+            parser.check_stop()?;
+            Ok(back)
+        }));
+        let accepted = match step {
+            Ok(0) => Ok(()),
+            Ok(_) => Err(GuideError::TooComplex("the parser went back".into())),
+            Err(error) => Err(GuideError::TooComplex(reason(error))),
+        };
+        if accepted.is_err() {
+            self.release();
+        }
+        accepted
     }
 
-    /// Returns `true` if the text is complete and nothing may follow.
+    /// Memory of the guide in bytes, estimated at the last call of [`allowed`](Self::allowed). At
+    /// the start of a constraint, it is that of the tables that all guides at its start share.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Ends the guide and frees its memory.
+    pub fn release(&mut self) {
+        self.state = GuideState::Ended;
+        self.bytes = 0;
+    }
+
+    /// Returns `true` if the text is complete and nothing may follow, or after an error.
     pub fn has_ended(&self) -> bool {
-        match &self.matcher {
-            GuideMatcher::Start(shared) => shared.lock().unwrap_or_else(PoisonError::into_inner).is_stopped(),
-            GuideMatcher::Own(matcher) => matcher.is_stopped(),
+        match &self.state {
+            GuideState::Start(shared) => shared.lock().unwrap_or_else(PoisonError::into_inner).stopped(),
+            GuideState::Own(parser) => parser.stopped(),
+            GuideState::Ended => true,
         }
     }
 }
@@ -327,8 +411,8 @@ mod tests {
     fn guides_at_the_start_share_their_tables_until_the_first_use() {
         let factory = factory();
         let first = factory.compile(&Constraint::JsonSchema(PERSON.into())).unwrap();
-        let is_shared = |a: &Guide, b: &Guide| match (&a.matcher, &b.matcher) {
-            (GuideMatcher::Start(a), GuideMatcher::Start(b)) => Arc::ptr_eq(a, b),
+        let is_shared = |a: &Guide, b: &Guide| match (&a.state, &b.state) {
+            (GuideState::Start(a), GuideState::Start(b)) => Arc::ptr_eq(a, b),
             _ => false,
         };
         let (mut used, other) = (first.clone(), first.clone());
@@ -340,6 +424,26 @@ mod tests {
         let mut logits = vec![0.0; 265];
         assert!(other.clone().allowed().unwrap().restrict(&mut logits));
         assert_eq!((logits[usize::from(b'{')], logits[usize::from(b'"')]), (0.0, f32::NEG_INFINITY));
+    }
+
+    #[test]
+    fn memory_of_a_guide_grows_with_its_text_until_it_ends() {
+        let factory = factory();
+        let mut guide = factory.compile(&Constraint::Regex("[ab]*".into())).unwrap();
+        assert!(guide.bytes() >= GUIDE_BYTES_LEAST);
+        let mut sizes = Vec::new();
+        for _ in 0..200 {
+            guide.allowed().unwrap();
+            sizes.push(guide.bytes());
+            guide.accept(u32::from(b'a')).unwrap();
+        }
+        assert!(sizes.is_sorted(), "{sizes:?}");
+        assert!(sizes[199] >= sizes[0] + 199 * TEXT_BYTE_BYTES, "{sizes:?}");
+        let kept = guide.clone();
+        guide.release();
+        assert_eq!((guide.bytes(), guide.has_ended(), guide.allowed().is_err()), (0, true, true));
+        assert!(guide.accept(u32::from(b'a')).is_err());
+        assert!(kept.bytes() > 0 && !kept.has_ended(), "a clone is independent");
     }
 
     /// Texts of 40 seeds. Each must end.

@@ -6,25 +6,26 @@
 //! - A pool hands out at most `capacity_pages` pages at a time.
 //! - A buffer returns to the pool when its page is dropped. The next owner may find old bytes in
 //!   it.
+//! - A buffer that a device reads is not written: only sealed pages are read in place, and the pool
+//!   hands out no buffer that a device may still read.
 //! - The checksums of a [`SealedPage`] are as old as its content. Nothing computes them again from
 //!   bytes that have lain in memory since: a put of the page uses them too.
 
+mod transfer;
+
+use crate::page_memory::{CACHE_LINE_BYTES, PageBuffer, PageMemory};
 use half::{bf16, f16};
 use larder_format::{KvDtype, Mismatch, PageGeometry, PageMeta, PageOrigin, PayloadVerifier, chunk_crcs};
-use larder_kernels::cpu::{HeadLayout, KvElement};
+use larder_kernels::cpu::{AttentionElement, HeadLayout, KvElement};
+use larder_kernels::device::{Device, PinnedBytes, Slice};
+use std::borrow::Cow;
 use std::fmt;
 use std::ops::{Deref, Range};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Unit of a page buffer, one cache line, so that every buffer starts on a cache line.
-#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C, align(64))]
-struct CacheLine([u32; 16]);
-
-const CACHE_LINE_BYTES: usize = size_of::<CacheLine>();
-
 /// Element that pages of [`DTYPE`](Self::DTYPE) hold.
-pub(crate) trait PageElement: KvElement {
+pub(crate) trait PageElement: AttentionElement {
     const DTYPE: KvDtype;
 }
 
@@ -62,44 +63,148 @@ macro_rules! with_element {
 }
 pub(crate) use with_element;
 
+/// Number of the next page that any pool hands out.
+static NEXT_PAGE: AtomicU64 = AtomicU64::new(0);
+
+/// Identity of a page and of its content, as far as the host has written it. Unique in the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct PageVersion {
+    page: u64,
+    writes: u64,
+}
+
+/// Memory of one page.
+#[derive(Default)]
+enum Buffer {
+    /// The page has given its buffer back.
+    #[default]
+    Gone,
+    Plain(PageBuffer),
+    /// Memory that the device of the model reads by itself.
+    Pinned(PinnedBytes),
+}
+
+impl Buffer {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Buffer::Gone => &[],
+            Buffer::Plain(buffer) => buffer.bytes(),
+            Buffer::Pinned(pinned) => pinned.bytes(),
+        }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Buffer::Gone => &mut [],
+            Buffer::Plain(buffer) => buffer.bytes_mut(),
+            Buffer::Pinned(pinned) => match pinned.bytes_mut() {
+                Some(bytes) => bytes,
+                None => unreachable!("a device reads sealed pages only, and the pool waits for their end"),
+            },
+        }
+    }
+
+    /// Returns `true` if no device reads the buffer.
+    fn is_free(&mut self) -> bool {
+        match self {
+            Buffer::Gone | Buffer::Plain(_) => true,
+            Buffer::Pinned(pinned) => pinned.bytes_mut().is_some(),
+        }
+    }
+}
+
 /// Bounded pool of equal pages. Allocates each buffer on first use and keeps it, so an idle pool
 /// costs nothing.
 pub struct KvPool {
     geometry: PageGeometry,
     capacity_pages: usize,
+    /// Device that reads the pages.
+    device: Option<Arc<dyn Device>>,
+    /// The device has refused to pin a page, so further buffers are not pinned.
+    has_refused: AtomicBool,
+    /// The system has refused memory for a page, and the log says so.
+    has_no_memory: AtomicBool,
     /// Length of each part of a page in bytes. Kept, because every checksum needs it.
     part_bytes: Box<[u32]>,
     state: Mutex<PoolState>,
+    /// Memory of the pages that are not pinned.
+    memory: Mutex<PageMemory>,
 }
 
 struct PoolState {
     in_use: usize,
-    spare: Vec<Box<[CacheLine]>>,
+    spare: Vec<Buffer>,
 }
 
 impl KvPool {
     /// Creates a pool of at most `capacity_pages` pages of `geometry`. Allocates no buffer yet.
     pub fn new(geometry: PageGeometry, capacity_pages: usize) -> Arc<KvPool> {
-        let state = Mutex::new(PoolState { in_use: 0, spare: Vec::new() });
-        Arc::new(KvPool { geometry, capacity_pages, part_bytes: geometry.part_table().into(), state })
+        KvPool::for_device(geometry, capacity_pages, None)
     }
 
-    /// Takes a page, or returns `None` if all are in use. The content of the page is unspecified,
-    /// because buffers are reused without clearing.
+    /// As [`new`](Self::new), with pages in pinned memory that `device` reads by itself. If it
+    /// refuses to pin more, the other pages lie in plain memory, and are copied once more on their
+    /// way to the device.
+    pub(crate) fn for_device(
+        geometry: PageGeometry,
+        capacity_pages: usize,
+        device: Option<Arc<dyn Device>>,
+    ) -> Arc<KvPool> {
+        let state = Mutex::new(PoolState { in_use: 0, spare: Vec::new() });
+        let part_bytes = geometry.part_table().into();
+        let [has_refused, has_no_memory] = [(); 2].map(|()| AtomicBool::new(false));
+        let memory = Mutex::new(PageMemory::new(geometry.page_bytes()));
+        Arc::new(KvPool { geometry, capacity_pages, device, has_refused, has_no_memory, part_bytes, state, memory })
+    }
+
+    /// Takes a page, or returns `None` if all are in use or the system has no memory for a new one.
+    /// The content of the page is unspecified, because buffers are reused without clearing.
     pub fn allocate(self: &Arc<Self>) -> Option<KvPage> {
         let spare = {
             let mut state = self.lock();
             if state.in_use == self.capacity_pages {
                 return None;
             }
+            let free = state.spare.iter_mut().rposition(Buffer::is_free);
+            if free.is_none() && !state.spare.is_empty() {
+                // A device may still read all of them, after a pass that failed.
+                return None;
+            }
             state.in_use += 1;
-            state.spare.pop()
+            free.map(|at| state.spare.swap_remove(at))
         };
-        // Outside the lock: zeroing a new buffer may take milliseconds, and other threads may
-        // allocate meanwhile.
-        let lines = self.geometry.page_bytes().div_ceil(CACHE_LINE_BYTES);
-        let buffer = spare.unwrap_or_else(|| vec![CacheLine([0; 16]); lines].into_boxed_slice());
-        Some(KvPage { pool: Arc::clone(self), buffer })
+        // Outside the lock: a new buffer may take milliseconds, and other threads may allocate
+        // meanwhile.
+        let Some(buffer) = spare.or_else(|| self.new_buffer()) else {
+            self.lock().in_use -= 1;
+            return None;
+        };
+        // Relaxed: the number orders nothing.
+        let version = PageVersion { page: NEXT_PAGE.fetch_add(1, Ordering::Relaxed), writes: 0 };
+        Some(KvPage { pool: Arc::clone(self), buffer, version })
+    }
+
+    fn new_buffer(&self) -> Option<Buffer> {
+        let bytes = self.geometry.page_bytes().next_multiple_of(CACHE_LINE_BYTES);
+        // Relaxed: a second attempt of another thread does no harm.
+        if let Some(device) = self.device.as_ref().filter(|_| !self.has_refused.load(Ordering::Relaxed)) {
+            match PinnedBytes::new(&**device, bytes) {
+                Ok(pinned) => return Some(Buffer::Pinned(pinned)),
+                Err(error) => {
+                    tracing::warn!(%error, "further pages of L1 are not pinned, so their copies to the device are slower");
+                    self.has_refused.store(true, Ordering::Relaxed);
+                }
+            }
+        }
+        match self.memory.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Ok(buffer) => Some(Buffer::Plain(buffer)),
+            Err(error) => {
+                if !self.has_no_memory.swap(true, Ordering::Relaxed) {
+                    tracing::warn!(%error, "the system has no memory for further pages of L1; lower --l1");
+                }
+                None
+            }
+        }
     }
 
     pub fn free_pages(&self) -> usize {
@@ -130,7 +235,8 @@ impl fmt::Debug for KvPool {
 /// the pool.
 pub struct KvPage {
     pool: Arc<KvPool>,
-    buffer: Box<[CacheLine]>,
+    buffer: Buffer,
+    version: PageVersion,
 }
 
 impl KvPage {
@@ -144,17 +250,52 @@ impl KvPage {
     /// If the page holds another type.
     pub(crate) fn elements<E: PageElement>(&self) -> &[E] {
         assert_eq!(self.geometry().dtype, E::DTYPE, "the page holds elements of this type");
-        &bytemuck::cast_slice(&self.buffer)[..self.geometry().page_bytes() / size_of::<E>()]
+        let bytes: &[u8] = self.as_ref();
+        bytemuck::cast_slice(bytes)
     }
 
-    /// Views the page as its elements.
+    /// Views the page as its elements. Changes its version.
     ///
     /// # Panics
     /// If the page holds another type.
     pub(crate) fn elements_mut<E: PageElement>(&mut self) -> &mut [E] {
         assert_eq!(self.geometry().dtype, E::DTYPE, "the page holds elements of this type");
-        let len = self.geometry().page_bytes() / size_of::<E>();
-        &mut bytemuck::cast_slice_mut(&mut self.buffer)[..len]
+        let bytes: &mut [u8] = self.as_mut();
+        bytemuck::cast_slice_mut(bytes)
+    }
+
+    /// Changes with every access for writing but [`bytes_in_step`](Self::bytes_in_step). A device
+    /// with a copy of this version need not read the page again.
+    pub(crate) fn version(&self) -> PageVersion {
+        self.version
+    }
+
+    /// Views the bytes, to write what the copy on the device has already. The version stays.
+    pub(crate) fn bytes_in_step(&mut self) -> &mut [u8] {
+        let len = self.geometry().page_bytes();
+        &mut self.buffer.bytes_mut()[..len]
+    }
+
+    /// The page for the streams of `device`. `None` if that device cannot read it in place.
+    pub(crate) fn source(&self, device: &dyn Device) -> Option<Slice> {
+        let owner = self.pool.device.as_ref()?;
+        let is_owner = std::ptr::addr_eq(Arc::as_ptr(owner), std::ptr::from_ref(device));
+        match &self.buffer {
+            Buffer::Pinned(pinned) if is_owner => pinned.source().slice(0..self.geometry().page_bytes()).ok(),
+            _ => None,
+        }
+    }
+
+    /// Checksums of the chunks, part by part. Costs one pass over the page.
+    fn chunk_crcs(&self) -> Vec<u32> {
+        let mut rest: &[u8] = self.as_ref();
+        let mut crcs = Vec::new();
+        for &bytes in &self.pool.part_bytes {
+            let (part, tail) = rest.split_at(bytes as usize);
+            crcs.extend(chunk_crcs(part));
+            rest = tail;
+        }
+        crcs
     }
 
     /// Replaces every element by a value, rounded to the type of the page.
@@ -187,15 +328,14 @@ impl KvPage {
 
 impl AsRef<[u8]> for KvPage {
     fn as_ref(&self) -> &[u8] {
-        let len = self.geometry().page_bytes();
-        &bytemuck::cast_slice(&self.buffer)[..len]
+        &self.buffer.bytes()[..self.geometry().page_bytes()]
     }
 }
 
 impl AsMut<[u8]> for KvPage {
     fn as_mut(&mut self) -> &mut [u8] {
-        let len = self.geometry().page_bytes();
-        &mut bytemuck::cast_slice_mut(&mut self.buffer)[..len]
+        self.version.writes += 1;
+        self.bytes_in_step()
     }
 }
 
@@ -238,13 +378,7 @@ pub struct SealedPage {
 impl SealedPage {
     /// Seals a page that this engine has just filled. Costs one pass over its bytes.
     pub fn compute(page: KvPage) -> Self {
-        let mut rest = page.as_ref();
-        let mut crcs = Vec::new();
-        for &bytes in &page.pool.part_bytes {
-            let (part, tail) = rest.split_at(bytes as usize);
-            crcs.extend(chunk_crcs(part));
-            rest = tail;
-        }
+        let crcs = page.chunk_crcs();
         Self::with_crcs(page, crcs)
     }
 
@@ -337,6 +471,14 @@ impl PageSlot {
         }
     }
 
+    /// Checksums of the chunks: those of the seal, or of the present bytes if the page has none.
+    pub(crate) fn chunk_crcs(&self) -> Cow<'_, [u32]> {
+        match self {
+            PageSlot::Open(page) => Cow::Owned(page.chunk_crcs()),
+            PageSlot::Sealed(page) => Cow::Borrowed(&page.chunk_crcs),
+        }
+    }
+
     pub fn seal(self) -> PageSlot {
         match self {
             PageSlot::Open(page) => PageSlot::Sealed(Arc::new(SealedPage::compute(page))),
@@ -375,6 +517,8 @@ pub fn head_layout(geometry: &PageGeometry, layer: usize, kind: KvKind, head: us
 #[cfg(test)]
 mod tests {
     use super::*;
+    use larder_kernels::device::{Place, host};
+    use std::time::{Duration, Instant};
 
     fn geometry(layers_per_part: u32, head_groups: u32) -> PageGeometry {
         PageGeometry {
@@ -400,6 +544,39 @@ mod tests {
         let sealed = PageSlot::Open(pool.allocate().unwrap()).seal();
         drop((second, sealed));
         assert_eq!(pool.free_pages(), 2);
+    }
+
+    #[test]
+    fn pages_for_a_device_are_pinned_and_wait_for_its_reads() {
+        let (device, other) = (host::open(256 << 20), host::open(1 << 20));
+        let geometry = geometry(2, 1);
+        let pool = KvPool::for_device(geometry, 2, Some(Arc::clone(&device)));
+        let mut page = pool.allocate().unwrap();
+        page.fill_with(|| 2.0);
+        assert!(page.source(&*other).is_none());
+        assert_eq!(page.source(&*device).map(|source| source.bytes()), Some(geometry.page_bytes()));
+        let second = pool.allocate().unwrap();
+        // The device still reads the page when it returns to the pool.
+        let stream = device.stream("test").unwrap();
+        let slow = device.allocate(Place::Device, 64 << 20).unwrap();
+        for _ in 0..20 {
+            stream.fill(&slow.all(), 1).unwrap();
+        }
+        let target = device.allocate(Place::Device, geometry.page_bytes()).unwrap();
+        stream.copy(&target.all(), &page.source(&*device).unwrap()).unwrap();
+        drop(page);
+        assert!(pool.allocate().is_none() && pool.free_pages() == 1);
+        stream.wait(Instant::now() + Duration::from_secs(60)).unwrap();
+        let mut page = pool.allocate().unwrap();
+        page.as_mut().fill(1);
+        drop((page, second));
+        assert_eq!(pool.free_pages(), 2);
+
+        // Where the device pins no more, pages lie in plain memory.
+        let pool = KvPool::for_device(geometry, 1, Some(host::open(100)));
+        let mut page = pool.allocate().unwrap();
+        page.as_mut().fill(1);
+        assert!(page.is_finite() && pool.device.as_ref().is_some_and(|device| page.source(&**device).is_none()));
     }
 
     #[test]

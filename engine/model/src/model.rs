@@ -6,13 +6,17 @@
 //!   form, and the bytes of every tensor it uses.
 
 use crate::config::ModelConfig;
+use crate::device::{DeviceChoice, DeviceModel};
+use crate::kv::KvPool;
 use crate::scratch::ScratchPool;
 use crate::weights::{LoadError, Tensor, Tensors, WeightFiles, read_json, read_optional_json};
 use larder_format::{KvDtype, MAX_PARTS, PageGeometry};
 use larder_kernels::cpu::{PackedMatrix, WeightType};
+use larder_kernels::device::{Device, DeviceInfo};
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Target size of a page part. Parts are the unit of transfer: small enough to overlap with the
@@ -32,6 +36,10 @@ pub struct Model {
     pub(crate) scratch: ScratchPool,
     /// Element type of the pages.
     pub(crate) kv_dtype: KvDtype,
+    /// Computes the model in place of the CPU, and has its weights.
+    pub(crate) device: Option<DeviceModel>,
+    /// Name of the device that was asked for, for messages.
+    device_choice: DeviceChoice,
     fingerprint: [u8; 32],
 }
 
@@ -41,6 +49,9 @@ pub struct LoadOptions {
     /// Element type of keys and values. Default: that of the model's weights.
     pub kv_dtype: Option<KvDtype>,
     pub weights: WeightFormat,
+    pub activations: Activations,
+    /// Device that computes the model. Default: the CPU.
+    pub device: DeviceChoice,
 }
 
 /// Format of the weight matrices in memory.
@@ -54,6 +65,18 @@ pub enum WeightFormat {
     Q8,
 }
 
+/// Rounding of activations before a matrix product on the CPU. It is part of the numerics, so
+/// engines with different ones share no pages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Activations {
+    /// Not rounded. Every processor gives the same bits.
+    #[default]
+    F32,
+    /// As the weights, where this processor has instructions for such products: bf16, or 8 bits for
+    /// weights of 8 bits. `f32` elsewhere.
+    Narrow,
+}
+
 /// Receives the progress of loading: bytes done, and bytes in all. Several threads call it, out of
 /// order. Each weight counts twice: it is converted, and hashed for the fingerprint.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
@@ -64,6 +87,13 @@ pub(crate) struct Weights {
     pub(crate) layers: Vec<LayerWeights>,
     pub(crate) norm: Vec<f32>,
     pub(crate) output: PackedMatrix,
+}
+
+impl Weights {
+    /// No weights, for a model that computes on a device.
+    fn none() -> Weights {
+        Weights { embedding: None, layers: Vec::new(), norm: Vec::new(), output: PackedMatrix::empty() }
+    }
 }
 
 /// Weights of one layer. Projections with a common input are concatenated into one matrix.
@@ -104,22 +134,109 @@ impl Model {
         }
         let generation = read_optional_json(&dir.join("generation_config.json"))?;
         let config = ModelConfig::from_json(&read_json(&dir.join("config.json"))?, &generation)?;
+        // Before minutes of reading.
+        let device = options.device.open(&config, options.weights)?;
         let files = WeightFiles::open(dir)?;
         let tensors = files.tensors()?;
         let meter = Meter { done: AtomicU64::new(0), total: 2 * tensors.bytes(), report: progress };
-        let mut loader = Loader { tensors, used: Vec::new(), format: options.weights, meter };
+        let is_narrow = options.activations == Activations::Narrow && device.is_none();
+        let mut loader = Loader { tensors, used: Vec::new(), format: options.weights, is_narrow, meter };
         let weights = loader.weights(&config)?;
         let kv_dtype = options.kv_dtype.unwrap_or_else(|| loader.kv_dtype());
         let fingerprint = loader.fingerprint(&config);
         let frequencies = config.rope.frequencies(config.head_dim);
-        Ok(Model { config, weights, frequencies, scratch: ScratchPool::default(), kv_dtype, fingerprint })
+        let on_device = |source| LoadError::Device { device: options.device, source };
+        let new = |device: Arc<dyn Device>| {
+            let arithmetic = options.device.arithmetic(device.info());
+            DeviceModel::new(device, &weights, arithmetic)
+        };
+        let device = device.map(new).transpose().map_err(on_device)?;
+        let weights = if device.is_some() { Weights::none() } else { weights };
+        let (scratch, device_choice) = (ScratchPool::default(), options.device);
+        Ok(Model { config, weights, frequencies, scratch, kv_dtype, device, device_choice, fingerprint })
+    }
+
+    /// Device that computes the model. `None` for the CPU.
+    pub fn device(&self) -> Option<&DeviceInfo> {
+        self.device.as_ref().map(DeviceModel::info)
+    }
+
+    /// Type of the activations in matrix products: the narrowest, if the matrices have several.
+    pub fn activations(&self) -> &'static str {
+        let of_layer = |layer: &'_ LayerWeights| {
+            [&layer.qkv, &layer.attention_output, &layer.gate_up, &layer.down].map(|linear| linear.weight.weight_type())
+        };
+        let types = self.weights.layers.iter().flat_map(of_layer).chain([self.weights.output.weight_type()]);
+        let activations = types.map(|weight_type| match weight_type {
+            WeightType::Q8Quads => "int8",
+            WeightType::Bf16Pairs => "bf16",
+            WeightType::F32 | WeightType::Bf16 | WeightType::F16 | WeightType::Q8 => "f32",
+        });
+        let activations: Vec<&str> = activations.collect();
+        ["int8", "bf16"].into_iter().find(|narrow| activations.contains(narrow)).unwrap_or("f32")
+    }
+
+    /// Name of the kernels that compute the model, with their revision. Empty for the CPU with
+    /// activations in `f32`, because namespaces contain its revision in any case.
+    pub fn kernels(&self) -> String {
+        match (&self.device, self.activations()) {
+            (Some(device), _) => device.numerics(),
+            (None, "f32") => String::new(),
+            (None, activations) => format!("activations {activations}"),
+        }
+    }
+
+    /// Creates the pool of an engine's L1, of at most `pages` pages. If a device computes the
+    /// model, the pages lie in pinned memory that it reads by itself.
+    pub fn page_pool(&self, page_tokens: u32, pages: usize) -> Arc<KvPool> {
+        let device = self.device.as_ref().map(|on_device| Arc::clone(on_device.device()));
+        KvPool::for_device(self.geometry(page_tokens), pages, device)
+    }
+
+    /// Reserves memory of the device for the pages of an engine's L1. Returns the number of pages
+    /// that L1 may have: `pages` for the CPU, and at most what the device has room for otherwise.
+    /// Engines that share a model share the memory.
+    ///
+    /// # Errors
+    /// If the device has no room for a page, or fails.
+    pub fn reserve_pages(&self, page_tokens: u32, pages: usize) -> Result<usize, LoadError> {
+        let Some(device) = &self.device else { return Ok(pages) };
+        let on_device = |source| LoadError::Device { device: self.device_choice, source };
+        device.reserve(&self.geometry(page_tokens), pages).map_err(on_device)
+    }
+
+    /// Checks that the largest pass of an engine fits into the memory of the device beside the
+    /// reserved pages: one of at most `rows` tokens, with the logits of at most `logit_rows`.
+    /// Always succeeds for the CPU.
+    ///
+    /// # Errors
+    /// If it does not fit, or if the device fails.
+    pub fn check_pass(&self, page_tokens: u32, rows: usize, logit_rows: usize) -> Result<(), LoadError> {
+        let Some(on_device) = &self.device else { return Ok(()) };
+        let device = self.device_choice;
+        let needed = DeviceModel::pass_memory(self, &self.geometry(page_tokens), rows, logit_rows).device;
+        let free = on_device.free_for_passes().map_err(|source| LoadError::Device { device, source })?;
+        if needed > free {
+            return Err(LoadError::DevicePass { device, free, needed, rows, logit_rows });
+        }
+        Ok(())
+    }
+
+    /// Maximum memory of the host through which pages and results pass to and from a device, in
+    /// bytes, for passes as in [`check_pass`](Self::check_pass). 0 for the CPU.
+    pub fn staging_bytes(&self, page_tokens: u32, rows: usize, logit_rows: usize) -> u64 {
+        if self.device.is_none() {
+            return 0;
+        }
+        DeviceModel::pass_memory(self, &self.geometry(page_tokens), rows, logit_rows).pinned as u64
     }
 
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Memory of the weight matrices, in bytes. Norms and biases take less than a thousandth of it.
+    /// Memory of the weight matrices in the host, in bytes: 0 if they are on a device. Norms and
+    /// biases take less than a thousandth of it.
     pub fn weight_bytes(&self) -> u64 {
         let Weights { embedding, layers, output, .. } = &self.weights;
         let of_layer = |layer: &LayerWeights| {
@@ -194,6 +311,8 @@ struct Loader<'a, 'p> {
     tensors: Tensors<'a>,
     used: Vec<Tensor<'a>>,
     format: WeightFormat,
+    /// Products round activations where this processor has instructions for it.
+    is_narrow: bool,
     meter: Meter<'p>,
 }
 
@@ -291,6 +410,7 @@ impl<'a> Loader<'a, '_> {
             WeightFormat::Stored if is_uniform => weight_type,
             WeightFormat::Stored => WeightType::F32,
         };
+        let weight_type = weight_type.narrow().filter(|_| self.is_narrow).unwrap_or(weight_type);
         let fill = |mut output: usize, row: &mut [f32]| {
             for part in parts {
                 if output < part.rows() {

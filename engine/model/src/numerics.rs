@@ -45,6 +45,7 @@ pub fn measure(model: &Model, page_tokens: u32) -> Result<String, ForwardError> 
     let logits = model.forward(&mut [chunk], &mut ())?;
     let mut hash = Sha256::new();
     hash.update(b"larder-numerics-probe-2");
+    hash.update(model.kernels());
     pages.iter().filter(|slot| matches!(slot, PageSlot::Open(_))).for_each(|slot| hash.update(slot.page()));
     logits.iter().for_each(|rows| hash.update(bytemuck::cast_slice::<f32, u8>(rows)));
     let digest: [u8; 32] = hash.finalize().into();
@@ -71,20 +72,28 @@ fn probe_pages(model: &Model, page_tokens: u32, position: usize, context: usize)
     });
     let sealed = filled.by_ref().take(distinct).map(|page| Arc::new(SealedPage::compute(page)));
     let sealed: Vec<Arc<SealedPage>> = sealed.collect();
-    let shared = (0..read_only).map(|index| PageSlot::Sealed(Arc::clone(&sealed[index * distinct / read_only])));
+    // Without memory for all of them, the pass refuses the chunk: its pages are too few.
+    let shared = (0..read_only).filter_map(|index| sealed.get(index * distinct / read_only).cloned());
+    let shared = shared.map(PageSlot::Sealed);
     shared.chain(filled.map(PageSlot::Open)).collect()
 }
 
 /// Combines the fingerprint of the weights with the name of the numerics and the revision of the
-/// kernels. Namespaces contain the result, so engines with other numerics share no pages.
+/// kernels. `kernels` is [`Model::kernels`]. Namespaces contain the result, so engines with other
+/// numerics share no pages.
 ///
 /// A declared name states that engines of one revision compute the same bits. It states nothing
 /// about later versions: who declared it could not know their kernels.
-pub fn bind(weights: [u8; 32], numerics: &str) -> [u8; 32] {
+pub fn bind(weights: [u8; 32], kernels: &str, numerics: &str) -> [u8; 32] {
     let mut hash = Sha256::new();
     hash.update(b"larder-numerics");
     hash.update(KERNEL_REVISION.to_le_bytes());
     hash.update(weights);
+    if !kernels.is_empty() {
+        hash.update(kernels);
+        // No name of numerics contains it.
+        hash.update([0]);
+    }
     hash.update(numerics);
     hash.finalize().into()
 }
@@ -92,6 +101,7 @@ pub fn bind(weights: [u8; 32], numerics: &str) -> [u8; 32] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::{Activations, LoadOptions, WeightFormat};
     use std::path::Path;
 
     #[test]
@@ -141,11 +151,32 @@ mod tests {
         assert_eq!((KERNEL_REVISION, &*measured), (1, "58d74badd8b900b4"));
     }
 
+    /// The bits of 8-bit activations have a definition, so the revision stands for them, too. Those
+    /// of bf16 are the processor's.
     #[test]
-    fn bound_fingerprints_differ_by_weights_and_by_numerics() {
-        let base = bind([1; 32], "a");
-        assert_eq!(bind([1; 32], "a"), base);
-        assert_ne!(bind([1; 32], "b"), base);
-        assert_ne!(bind([2; 32], "a"), base);
+    #[cfg(target_arch = "x86_64")]
+    fn revision_stands_for_the_bits_of_narrow_activations() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/larder-tiny");
+        let load = |weights, activations| {
+            let options = LoadOptions { weights, activations, ..LoadOptions::default() };
+            Model::load_with(&folder, &options, &|_, _| ()).unwrap()
+        };
+        for weights in [WeightFormat::Stored, WeightFormat::Q8] {
+            let [wide, narrow] = [Activations::F32, Activations::Narrow].map(|activations| load(weights, activations));
+            assert_eq!(wide.kernels() == narrow.kernels(), narrow.activations() == "f32");
+            if narrow.activations() == "int8" {
+                assert_eq!((KERNEL_REVISION, &*measure(&narrow, 16).unwrap()), (1, "dce2550442a5a8a5"));
+            }
+        }
+    }
+
+    #[test]
+    fn bound_fingerprints_differ_by_weights_kernels_and_numerics() {
+        let base = bind([1; 32], "", "a");
+        assert_eq!(bind([1; 32], "", "a"), base);
+        assert_ne!(bind([1; 32], "", "b"), base);
+        assert_ne!(bind([2; 32], "", "a"), base);
+        assert_ne!(bind([1; 32], "cuda 1", "a"), base);
+        assert_ne!(bind([1; 32], "cuda 1", "a"), bind([1; 32], "cuda 2", "a"));
     }
 }

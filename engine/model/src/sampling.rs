@@ -6,10 +6,10 @@
 
 use crate::constraint::{self, Constraint};
 use crate::guide::{Guide, GuideError};
+use larder_kernels::cpu::{SampleParams, best_first, sample_token};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
-use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -124,16 +124,9 @@ impl TokenLogprobs {
     }
 }
 
-/// Best tokens among which the nucleus is searched first. Each further search takes eight times as
-/// many.
-const NUCLEUS_FIRST: usize = 128;
-
 #[derive(Debug, Clone)]
 pub struct Sampler {
-    temperature: f32,
-    top_p: f32,
-    top_k: usize,
-    min_p: f32,
+    params: SampleParams,
     rng: ChaCha8Rng,
     /// `None` if the logits are used as they are.
     shaping: Option<Shaping>,
@@ -220,12 +213,9 @@ impl Sampler {
             Some(seed) => ChaCha8Rng::seed_from_u64(seed),
             None => ChaCha8Rng::from_os_rng(),
         };
-        let is_greedy = !(params.temperature > 0.0 && params.temperature.is_finite());
+        let &SamplingParams { temperature, top_p, min_p, top_k, .. } = params;
         Sampler {
-            temperature: if is_greedy { 0.0 } else { params.temperature },
-            top_p: if params.top_p.is_nan() { 1.0 } else { params.top_p },
-            top_k: params.top_k as usize,
-            min_p: params.min_p,
+            params: SampleParams { temperature, top_p, min_p, top_k },
             rng,
             shaping: Shaping::new(params, prompt, eos_tokens),
             ignored: if params.ignore_eos && params.constraint.is_some() { eos_tokens.to_vec() } else { Vec::new() },
@@ -278,79 +268,9 @@ impl Sampler {
     }
 
     fn select(&mut self, logits: &[f32]) -> u32 {
-        if self.temperature == 0.0 || self.top_k == 1 {
-            return larder_kernels::cpu::argmax(logits);
-        }
-        let candidates = self.candidates(logits);
-        self.draw(&candidates)
-    }
-
-    /// Returns ids and their unnormalised probabilities, in the order that `draw` visits.
-    fn candidates(&self, logits: &[f32]) -> Vec<(u32, f64)> {
-        let mut kept: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).filter(|(_, x)| !x.is_nan()).collect();
-        let max = kept.iter().map(|c| c.1).fold(f32::NEG_INFINITY, f32::max);
-        let weight = |x: f32| if x == max { 1.0 } else { (f64::from(x - max) / f64::from(self.temperature)).exp() };
-        if self.min_p > 0.0 {
-            kept.retain(|c| weight(c.1) >= f64::from(self.min_p));
-        }
-        if self.top_k > 0 && self.top_k < kept.len() {
-            kept.select_nth_unstable_by(self.top_k - 1, best_first);
-            kept.truncate(self.top_k);
-        }
-        if self.top_p < 1.0 {
-            return nucleus(kept, f64::from(self.top_p), weight);
-        }
-        if self.top_k > 0 {
-            kept.sort_unstable_by(best_first);
-        }
-        kept.into_iter().map(|(id, x)| (id, weight(x))).collect()
-    }
-
-    fn draw(&mut self, candidates: &[(u32, f64)]) -> u32 {
-        let total: f64 = candidates.iter().map(|c| c.1).sum();
-        let mut left = self.rng.random::<f64>() * total;
-        for &(id, weight) in candidates {
-            left -= weight;
-            if left < 0.0 {
-                return id;
-            }
-        }
-        // Rounding can leave a remainder. The last token with a non-zero probability takes it.
-        candidates.iter().rev().find(|c| c.1 > 0.0).or(candidates.first()).map_or(0, |c| c.0)
-    }
-}
-
-/// Order by descending logit, then ascending id.
-fn best_first(a: &(u32, f32), b: &(u32, f32)) -> Ordering {
-    b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
-}
-
-/// Returns the best tokens whose probabilities reach `top_p`, including the token that crosses it,
-/// best first. At least one, if `kept` has one.
-///
-/// Sorts only as many of the best tokens as it needs: a vocabulary has 150,000, and the nucleus
-/// usually some dozens.
-fn nucleus(mut kept: Vec<(u32, f32)>, top_p: f64, weight: impl Fn(f32) -> f64) -> Vec<(u32, f64)> {
-    // The sum needs one order for equal results, and has the order of the ids or that of `top_k`.
-    let threshold = top_p * kept.iter().map(|c| weight(c.1)).sum::<f64>();
-    let mut count = NUCLEUS_FIRST;
-    loop {
-        if count < kept.len() {
-            kept.select_nth_unstable_by(count - 1, best_first);
-        }
-        let len = count.min(kept.len());
-        let best = &mut kept[..len];
-        best.sort_unstable_by(best_first);
-        let mut sum = 0.0;
-        let crossing = best.iter().position(|c| {
-            sum += weight(c.1);
-            sum >= threshold
-        });
-        if crossing.is_some() || count >= kept.len() {
-            let size = crossing.map_or(kept.len(), |index| index + 1);
-            return kept[..size].iter().map(|&(id, x)| (id, weight(x))).collect();
-        }
-        count *= 8;
+        // A greedy selection takes no random number.
+        let uniform = if self.params.is_greedy() { 0.0 } else { self.rng.random() };
+        sample_token(logits, &self.params, uniform)
     }
 }
 
@@ -402,27 +322,6 @@ mod tests {
         assert_eq!(drawn(&params(1.0, 0, 0.8)), [false, true, true, true]);
         assert_eq!(drawn(&params(1.0, 0, 0.0)), [false, true, false, false]);
         assert_eq!(drawn(&params(1.0, 3, 0.99)), [false, true, true, true]);
-    }
-
-    #[test]
-    fn nucleus_has_the_tokens_that_sorting_the_whole_vocabulary_gives() {
-        // Flat logits need several searches, steep ones a single one.
-        for (steepness, top_p) in [(0.0, 0.9), (0.001, 0.5), (0.1, 0.999), (3.0, 0.9), (0.01, 1.0 - f32::EPSILON)] {
-            let logits: Vec<f32> = (0..5000).map(|i| (i * 7919 % 5000) as f32 * -steepness).collect();
-            let mut sorted: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).collect();
-            sorted.sort_by(best_first);
-            let weights: Vec<f64> = sorted.iter().map(|c| f64::from(c.1 - sorted[0].1).exp()).collect();
-            let total: f64 = weights.iter().sum();
-            let mut sum = 0.0;
-            let crossing = weights.iter().position(|weight| {
-                sum += weight;
-                sum >= f64::from(top_p) * total * (1.0 + 1e-12)
-            });
-            let size = crossing.map_or(sorted.len(), |index| index + 1);
-            let found = Sampler::new(&params(1.0, 0, top_p), &[], &[]).candidates(&logits);
-            assert!(found.len().abs_diff(size) <= 1, "{steepness} {top_p}: {} {size}", found.len());
-            assert!(found.iter().zip(&sorted).all(|(a, b)| a.0 == b.0), "{steepness} {top_p}");
-        }
     }
 
     #[test]

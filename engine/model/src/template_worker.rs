@@ -3,12 +3,12 @@
 //! A template is untrusted code, and one expression of it can take any time and memory: `x ~ x`
 //! doubles a string, and comparing nested lists can take for ever. No counter inside the process
 //! stops that. A constraint of a request is untrusted as well: its schema can combine alternatives
-//! without end. So the router starts this worker, and kills it when it exceeds its time.
+//! without end. So routers and engines start this worker, and kill it when it exceeds its time.
 //!
 //! Invariants:
 //! - The worker has at most [`MEMORY_BYTES_MAX`] of address space. Exceeding it ends the worker
-//!   only.
-//! - It ends when the router closes the socket or dies.
+//!   only. A worker that tries out constraints grows by at most [`COMPILE_BYTES_MAX`].
+//! - It ends when its parent closes the socket or dies.
 //!
 //! Protocol, on one stream socket. A frame is its length as a `u32` in little-endian order, and
 //! that many bytes. The first request is a [`WorkerTask`]. Every other one is a [`RenderJob`] or a
@@ -27,6 +27,10 @@ use std::os::unix::net::UnixStream;
 /// Maximum address space of a worker: its program, the conversation and all values of the template.
 /// A conversation of 16 MiB takes about 100 MiB in templates of common models.
 pub const MEMORY_BYTES_MAX: u64 = 512 << 20;
+/// Maximum growth of the address space of a worker that tries out constraints, in bytes. An engine
+/// that compiles a constraint which passed takes no more. JSON schemas of users take some MiB, and
+/// the allocator reserves 64 MiB for each 64 MiB or less in use.
+pub const COMPILE_BYTES_MAX: u64 = 256 << 20;
 /// Byte that the worker sends once it has received a request.
 pub const BEGUN: u8 = 1;
 /// Maximum length of a frame in bytes. A larger conversation would not fit
@@ -59,7 +63,7 @@ pub struct RenderJob {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     pub result: Result<String, RenderError>,
-    /// The worker holds much memory after this job. The router should start another one.
+    /// The worker holds much memory after this job. The parent should start another one.
     pub is_worn: bool,
 }
 
@@ -100,14 +104,14 @@ impl Answer {
     }
 }
 
-/// Runs the worker on its standard input, which must be a stream socket. Returns when the router
+/// Runs the worker on its standard input, which must be a stream socket. Returns when the other end
 /// closes it.
 ///
 /// Limits the memory of this process for good: call it from a program that does nothing else.
 pub fn run() -> io::Result<()> {
     limit_resources()?;
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
-    serve(socket)
+    serve(socket, limit_growth)
 }
 
 fn limit_resources() -> io::Result<()> {
@@ -116,21 +120,33 @@ fn limit_resources() -> io::Result<()> {
         let hard = getrlimit(resource).maximum.map_or(bytes, |hard| hard.min(bytes));
         setrlimit(resource, Rlimit { current: Some(hard), maximum: Some(hard) })?;
     }
-    // A router that is killed cannot kill a worker whose template loops.
+    // A parent that is killed cannot kill a worker whose template loops.
     set_parent_process_death_signal(Some(Signal::KILL))?;
     Ok(())
 }
 
-fn serve(mut socket: UnixStream) -> io::Result<()> {
+/// Limits the growth of this process from now on to [`COMPILE_BYTES_MAX`].
+fn limit_growth() -> io::Result<()> {
+    let size = memory_bytes(0).ok_or_else(|| io::Error::other("/proc/self/statm has no size"))?;
+    let grown = size.saturating_add(COMPILE_BYTES_MAX);
+    let maximum = getrlimit(Resource::As).maximum;
+    let current = maximum.map_or(grown, |maximum| maximum.min(grown));
+    setrlimit(Resource::As, Rlimit { current: Some(current), maximum })?;
+    Ok(())
+}
+
+/// Runs a task. A worker for constraints calls `limit_growth` before its first trial.
+fn serve(mut socket: UnixStream, limit_growth: fn() -> io::Result<()>) -> io::Result<()> {
     let Some(task) = read_request(&mut socket)? else { return Ok(()) };
     match serde_json::from_slice(&task)? {
         WorkerTask::Template(source) => render(socket, source),
-        WorkerTask::Constraints => try_constraints(socket),
+        WorkerTask::Constraints => try_constraints(socket, limit_growth),
     }
 }
 
-fn try_constraints(mut socket: UnixStream) -> io::Result<()> {
+fn try_constraints(mut socket: UnixStream, limit_growth: fn() -> io::Result<()>) -> io::Result<()> {
     let factory = GuideFactory::of_bytes().map_err(io::Error::other)?;
+    limit_growth()?;
     answer(&mut socket, Ok(String::new()))?;
     while let Some(job) = read_request(&mut socket)? {
         let constraint: Constraint = serde_json::from_slice(&job)?;
@@ -163,7 +179,7 @@ fn render(mut socket: UnixStream, source: ChatTemplateSource) -> io::Result<()> 
 }
 
 fn answer(socket: &mut UnixStream, result: Result<String, RenderError>) -> io::Result<()> {
-    let is_worn = resident_bytes().is_none_or(|bytes| bytes > RETIRE_BYTES);
+    let is_worn = memory_bytes(1).is_none_or(|bytes| bytes > RETIRE_BYTES);
     let bytes = Answer { result, is_worn }.encode();
     socket.write_all(&frame_header(bytes.len())?)?;
     socket.write_all(&bytes)
@@ -199,7 +215,7 @@ fn read_frame(socket: &mut UnixStream) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(bytes))
 }
 
-/// Reads a request and tells the router so. Returns `None` at the end of the stream.
+/// Reads a request and tells the parent so. Returns `None` at the end of the stream.
 fn read_request(socket: &mut UnixStream) -> io::Result<Option<Vec<u8>>> {
     let request = read_frame(socket)?;
     if request.is_some() {
@@ -208,9 +224,11 @@ fn read_request(socket: &mut UnixStream) -> io::Result<Option<Vec<u8>>> {
     Ok(request)
 }
 
-fn resident_bytes() -> Option<u64> {
+/// Memory of this process by the fields of `/proc/self/statm`: 0 for its address space, 1 for its
+/// resident memory. See proc_pid_statm(5).
+fn memory_bytes(field: usize) -> Option<u64> {
     let statm = std::fs::read_to_string("/proc/self/statm").ok()?;
-    let pages: u64 = statm.split(' ').nth(1)?.parse().ok()?;
+    let pages: u64 = statm.split(' ').nth(field)?.parse().ok()?;
     Some(pages * PAGE_BYTES)
 }
 
@@ -231,7 +249,7 @@ mod tests {
     #[test]
     fn worker_compiles_a_template_once_and_renders_until_the_socket_closes() {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        let worker = std::thread::spawn(move || serve(theirs));
+        let worker = std::thread::spawn(move || serve(theirs, || Ok(())));
         let source = "{% for m in messages %}{{ m.content }};{% endfor %}{{ eos_token }}";
         let source = ChatTemplateSource { source: source.into(), bos: "<s>".into(), eos: "</s>".into() };
         assert_eq!(exchange(&mut ours, &WorkerTask::Template(source)).result, Ok(String::new()));
@@ -248,11 +266,28 @@ mod tests {
     #[test]
     fn worker_reports_a_template_that_does_not_compile() {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        let worker = std::thread::spawn(move || serve(theirs));
+        let worker = std::thread::spawn(move || serve(theirs, || Ok(())));
         let source = ChatTemplateSource { source: "{% if %}".into(), ..ChatTemplateSource::default() };
         let task = WorkerTask::Template(source);
         assert!(matches!(exchange(&mut ours, &task).result, Err(RenderError::Failed(_))));
         assert_eq!(read_frame(&mut ours).unwrap(), None);
+        worker.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn worker_tries_out_constraints_within_a_limit_on_its_growth() {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let worker = std::thread::spawn(move || serve(theirs, || Err(io::Error::other("limited"))));
+        let task = serde_json::to_vec(&WorkerTask::Constraints).unwrap();
+        ours.write_all(&frame_header(task.len()).unwrap()).unwrap();
+        ours.write_all(&task).unwrap();
+        assert_eq!(worker.join().unwrap().unwrap_err().to_string(), "limited");
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        let worker = std::thread::spawn(move || serve(theirs, || Ok(())));
+        assert_eq!(exchange(&mut ours, &WorkerTask::Constraints).result, Ok(String::new()));
+        assert_eq!(exchange(&mut ours, &Constraint::Regex("a+".into())).result, Ok(String::new()));
+        assert!(matches!(exchange(&mut ours, &Constraint::Regex("(".into())).result, Err(RenderError::Failed(_))));
+        drop(ours);
         worker.join().unwrap().unwrap();
     }
 

@@ -15,6 +15,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use thiserror::Error;
+use tokenizers::models::ModelWrapper;
 
 #[derive(Debug, Error)]
 pub enum TokenizerError {
@@ -43,6 +44,7 @@ pub struct Tokenizer {
 /// range.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct GenerationDefaults {
+    /// 0 if `do_sample` is `false`.
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
     pub top_k: Option<u32>,
@@ -57,8 +59,10 @@ impl GenerationDefaults {
         let number = |name: &str, range: std::ops::RangeInclusive<f32>| {
             file[name].as_f64().map(|value| value as f32).filter(|value| range.contains(value))
         };
+        // transformers selects the best token then, whatever the temperature.
+        let is_greedy = file["do_sample"] == Value::Bool(false);
         Self {
-            temperature: number("temperature", TEMPERATURE_RANGE),
+            temperature: if is_greedy { Some(0.0) } else { number("temperature", TEMPERATURE_RANGE) },
             top_p: number("top_p", 0.0..=1.0),
             top_k: file["top_k"].as_u64().and_then(|top_k| u32::try_from(top_k).ok()),
             min_p: number("min_p", 0.0..=1.0),
@@ -74,6 +78,9 @@ impl GenerationDefaults {
 /// Maximum length of a token in bytes. The longest in use have a few hundred. It bounds the text of
 /// a given number of tokens, also in a hostile vocabulary.
 const TOKEN_BYTES_MAX: usize = 4 << 10;
+/// Maximum memory of a word that a BPE model remembers, in bytes. The library remembers words of up
+/// to 255 bytes, with 32 bytes for each of theirs, and has an entry of 49 bytes in a hash table.
+const WORD_BYTES_MAX: usize = 9 << 10;
 /// Maximum size of a chat template, in bytes. The longest in use have about 30 KiB.
 const TEMPLATE_BYTES_MAX: usize = 1 << 20;
 
@@ -83,11 +90,13 @@ impl Tokenizer {
         &["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json"];
 
     /// Maximum memory of a tokenizer per byte of its files: two maps of the vocabulary, and one of
-    /// the merges. The words in its cache take more.
+    /// the merges. The words that it remembers take more.
     pub const BYTES_PER_FILE_BYTE: u64 = 12;
     /// Maximum memory of a tokenizer that is being built, per byte of its files: the JSON of its
     /// model as a tree, and the result.
     pub const BUILD_BYTES_PER_FILE_BYTE: u64 = 30;
+    /// Maximum memory of the words that a tokenizer of untrusted files remembers, in bytes.
+    pub const WORDS_BYTES_MAX: usize = 32 << 20;
 
     pub fn load(dir: &Path) -> Result<Tokenizer, TokenizerError> {
         let mut files = BTreeMap::new();
@@ -104,21 +113,30 @@ impl Tokenizer {
     }
 
     /// Builds the tokenizer of an engine that is not trusted. Refuses rules that can take much time
-    /// or memory.
+    /// or memory, and bounds the words that it remembers by
+    /// [`WORDS_BYTES_MAX`](Self::WORDS_BYTES_MAX).
     pub fn from_untrusted_files(files: &BTreeMap<String, Vec<u8>>) -> Result<Tokenizer, TokenizerError> {
         let bytes = files.get("tokenizer.json").ok_or(TokenizerError::Missing)?;
         tokenizer_rules::check(bytes).map_err(|reason| TokenizerError::Invalid { file: "tokenizer.json", reason })?;
-        Self::from_files(files)
+        Self::build(files, bound_words)
     }
 
     /// Builds the tokenizer from file contents. The keys are names in [`FILES`](Self::FILES).
     pub fn from_files(files: &BTreeMap<String, Vec<u8>>) -> Result<Tokenizer, TokenizerError> {
+        Self::build(files, |_| ())
+    }
+
+    fn build(
+        files: &BTreeMap<String, Vec<u8>>,
+        adjust: impl FnOnce(&mut tokenizers::Tokenizer),
+    ) -> Result<Tokenizer, TokenizerError> {
         let bytes = files.get("tokenizer.json").ok_or(TokenizerError::Missing)?;
         let mut inner = catch_panic(|| tokenizers::Tokenizer::from_bytes(bytes))
             .map_err(|reason| TokenizerError::Invalid { file: "tokenizer.json", reason })?;
         // Left over from training in some files. They would cut prompts or fill them up.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|error| TokenizerError::Encode(error.to_string()))?;
+        adjust(&mut inner);
         let settings = json(files, "tokenizer_config.json")?;
         let bos = special_token(&settings, "bos_token");
         let eos = special_token(&settings, "eos_token");
@@ -208,6 +226,17 @@ impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Tokenizer").field("eos_ids", &self.eos_ids).field("chat", &self.chat.is_some()).finish()
     }
+}
+
+/// Bounds the words that a tokenizer remembers. The library counts words, and not their bytes.
+fn bound_words(tokenizer: &mut tokenizers::Tokenizer) {
+    // The other models that `tokenizer_rules` accepts remember no words.
+    let ModelWrapper::BPE(model) = tokenizer.get_model() else { return };
+    // The library gives no other access. The JSON of the file is gone by now, so this takes less
+    // memory than the build.
+    let mut model = model.clone();
+    model.resize_cache(Tokenizer::WORDS_BYTES_MAX / WORD_BYTES_MAX);
+    tokenizer.with_model(model);
 }
 
 /// Converts a panic of the tokenizer library into an error. The library panics on some malformed

@@ -9,6 +9,7 @@
 //!   look-ahead in use, `\s+(?!\S)`. All matches of an unusual one together can take quadratic
 //!   time.
 //! - A template adds at most [`ADDED_TOKENS_MAX`] tokens, and a model takes linear time per word.
+//! - A model makes at most one token of each byte of a word.
 //!
 //! The tokenizers of Llama, Mistral and Qwen keep these rules, and have [`LINEAR_PATTERNS`] only.
 
@@ -29,6 +30,9 @@ const PATTERN_MEMORY_MAX: usize = 8 << 20;
 const ADDED_TOKENS_MAX: usize = 64;
 /// Maximum length of a word in characters for models whose time grows with its square.
 const WORD_CHARS_MAX: u64 = 200;
+/// Maximum length of the prefix and of the suffix of parts of words, in bytes. Those in use have up
+/// to four.
+const AFFIX_BYTES_MAX: usize = 16;
 /// Maximum depth of rules within rules.
 const DEPTH_MAX: usize = 4;
 /// The only look-ahead in use: all blanks of a run but the last one.
@@ -67,6 +71,12 @@ struct ModelKind {
     kind: Option<String>,
     #[serde(default)]
     max_input_chars_per_word: Option<u64>,
+    #[serde(default)]
+    continuing_subword_prefix: Option<String>,
+    #[serde(default)]
+    end_of_word_suffix: Option<String>,
+    #[serde(default)]
+    byte_fallback: Option<bool>,
 }
 
 /// Returns the rule that the file breaks.
@@ -116,6 +126,13 @@ fn parse(rules: Option<&RawValue>) -> Result<Value, String> {
 }
 
 fn check_model(model: &ModelKind) -> Result<(), String> {
+    let affixes = [&model.continuing_subword_prefix, &model.end_of_word_suffix];
+    let longest = affixes.into_iter().flatten().map(String::len).max().unwrap_or(0);
+    // The library replaces an unknown character, with its affixes, by its bytes.
+    let most = if model.byte_fallback == Some(true) { 0 } else { AFFIX_BYTES_MAX };
+    if longest > most {
+        return Err(format!("its model adds {longest} bytes to parts of words; at most {most} are supported"));
+    }
     match model.kind.as_deref() {
         // Not `Unigram`: the library drops its vocabulary recursively, one level per byte of a
         // token.
@@ -259,6 +276,9 @@ mod tests {
                 {"type": "ByteLevel"}, bos]}, "decoder": {"type": "ByteLevel"}}),
             json!({"normalizer": {"type": "NFC"}, "pre_tokenizer": split(&qwen), "normaliser": null}),
             json!({"normalizer": marks, "post_processor": bos, "decoder": decoder}),
+            json!({"model": {"type": "BPE", "byte_fallback": true, "continuing_subword_prefix": null,
+                "end_of_word_suffix": ""}}),
+            json!({"model": {"type": "BPE", "byte_fallback": false, "end_of_word_suffix": "</w>"}}),
         ] {
             assert_eq!(verdict(changes.clone()), Ok(()));
             assert!(is_linear(file_with(changes).to_string().as_bytes()));
@@ -311,6 +331,8 @@ mod tests {
             ),
             (json!({"model": {"type": "WordPiece", "max_input_chars_per_word": 1_000_000}}), "'WordPiece'"),
             (json!({"model": {"type": "Unigram"}}), "'Unigram'"),
+            (json!({"model": {"type": "BPE", "continuing_subword_prefix": "#".repeat(17)}}), "17 bytes"),
+            (json!({"model": {"type": "BPE", "byte_fallback": true, "end_of_word_suffix": "</w>"}}), "4 bytes"),
             (json!({"model": {"max_input_chars_per_word": 1_000_000}}), "without a type"),
             // 2^63 times 2 does not wrap to 0.
             (json!({"normalizer": many_more, "pre_tokenizer": {"type": "ByteLevel"}}), "times as long"),

@@ -3,8 +3,10 @@
 //! Invariant: a [`Tensor`] has the shape that the configuration requires, and an element type this
 //! engine reads. Every other case is a [`LoadError`] that names the tensor or the file.
 
+use crate::device::DeviceChoice;
 use half::{bf16, f16};
 use larder_kernels::cpu::WeightType;
+use larder_kernels::device::DeviceError;
 use memmap2::Mmap;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::Value;
@@ -42,6 +44,17 @@ pub enum LoadError {
     /// The engine does not read the element type of a tensor.
     #[error("tensor {name} holds {found}; supported are F32, BF16 and F16 [LRD0404]")]
     Dtype { name: String, found: String },
+    #[error("cannot use the device {device}: {source} [LRD0411]")]
+    Device { device: DeviceChoice, source: DeviceError },
+    /// The kernels of devices lack something that the model needs.
+    #[error("the device {device} cannot compute this model: {reason} [LRD0411]")]
+    DeviceModel { device: DeviceChoice, reason: &'static str },
+    /// The pages leave less memory of the device free than the largest pass takes.
+    #[error(
+        "the device {device} has {free} bytes beside weights and pages, but a step of {rows} tokens with the logits of \
+         {logit_rows} takes up to {needed}; lower --chunk-tokens, --max-batch or --l1 [LRD0411]"
+    )]
+    DevicePass { device: DeviceChoice, free: usize, needed: usize, rows: usize, logit_rows: usize },
     #[error("tensor {name}: {source}")]
     Memory { name: String, source: larder_kernels::cpu::PackError },
 }

@@ -9,34 +9,13 @@
 //! - Tolerances are relative to the largest absolute logit of the row.
 //! - One chunk, uneven chunks and single tokens must agree in every bit, in every variant.
 
+mod common;
+
+use common::*;
 use larder_format::KvDtype;
 use larder_kernels::cpu::argmax;
-use larder_model::{Chunk, KvPool, LoadOptions, LogitRows, Model, PageSlot, WeightFormat};
-use safetensors::SafeTensors;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
-/// Tolerance for keys and values in f32, where no rounding can differ.
-const TOLERANCE: f32 = 1e-5;
-
-/// A way to load a model.
-#[derive(Clone, Copy)]
-struct Variant {
-    kv_dtype: KvDtype,
-    weights: WeightFormat,
-    /// Tensor of `golden.safetensors` with its logits at some positions.
-    tensor: Option<&'static str>,
-    tolerance: f32,
-}
-
-impl Variant {
-    fn options(&self) -> LoadOptions {
-        LoadOptions { kv_dtype: Some(self.kv_dtype), weights: self.weights }
-    }
-}
-
-const EXACT: Variant =
-    Variant { kv_dtype: KvDtype::F32, weights: WeightFormat::Stored, tensor: None, tolerance: TOLERANCE };
+use larder_model::{Activations, Chunk, LogitRows, Model, WeightFormat};
+use std::path::PathBuf;
 
 /// All ways. With keys and values of 16 bits, the last bit of an f32 may decide a rounding.
 const VARIANTS: [Variant; 5] = [
@@ -44,24 +23,14 @@ const VARIANTS: [Variant; 5] = [
     Variant { kv_dtype: KvDtype::F16, tensor: Some("kv_f16"), tolerance: 2e-3, ..EXACT },
     Variant { kv_dtype: KvDtype::Bf16, tensor: Some("kv_bf16"), tolerance: 4e-3, ..EXACT },
     Variant { weights: WeightFormat::Q8, tensor: Some("q8"), ..EXACT },
-    Variant { kv_dtype: KvDtype::Bf16, weights: WeightFormat::Q8, tensor: Some("q8_kv_bf16"), tolerance: 4e-3 },
+    Variant {
+        kv_dtype: KvDtype::Bf16,
+        weights: WeightFormat::Q8,
+        tensor: Some("q8_kv_bf16"),
+        tolerance: 4e-3,
+        ..EXACT
+    },
 ];
-
-fn golden_dir() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden")
-}
-
-struct Golden {
-    name: String,
-    model: Model,
-    prompt: Vec<u32>,
-    greedy: Vec<u32>,
-    logits: Vec<f32>,
-    last_logits: Vec<f32>,
-    /// Positions at which `variant_logits` holds the logits of the variant.
-    rows: Vec<u32>,
-    variant_logits: Vec<f32>,
-}
 
 fn goldens(variant: Variant) -> Vec<Golden> {
     let mut dirs: Vec<PathBuf> = std::fs::read_dir(golden_dir()).unwrap().map(|e| e.unwrap().path()).collect();
@@ -69,96 +38,6 @@ fn goldens(variant: Variant) -> Vec<Golden> {
     dirs.sort();
     assert!(dirs.len() >= 6, "golden models are missing: {dirs:?}");
     dirs.iter().map(|dir| golden(dir, variant)).collect()
-}
-
-fn golden(dir: &Path, variant: Variant) -> Golden {
-    let bytes = std::fs::read(dir.join("golden.safetensors")).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let data = |name: &str| file.tensor(name).unwrap().data();
-    let floats = |name: &str| data(name).as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
-    let tokens = |name| data(name).as_chunks().0.iter().map(|b| i64::from_le_bytes(*b) as u32).collect();
-    Golden {
-        name: dir.file_name().unwrap().to_string_lossy().into_owned(),
-        model: Model::load_with(dir, &variant.options(), &|_, _| ()).unwrap(),
-        prompt: tokens("prompt"),
-        greedy: tokens("greedy"),
-        logits: floats("logits"),
-        last_logits: floats("last_logits"),
-        rows: tokens("rows"),
-        variant_logits: variant.tensor.map(floats).unwrap_or_default(),
-    }
-}
-
-struct Sequence {
-    pages: Vec<PageSlot>,
-    page_tokens: usize,
-    tokens: Vec<u32>,
-    computed: usize,
-}
-
-impl Sequence {
-    fn new(model: &Model, page_tokens: u32, tokens: &[u32], room: usize) -> Sequence {
-        let count = room.div_ceil(page_tokens as usize);
-        let pool: Arc<KvPool> = KvPool::new(model.geometry(page_tokens), count);
-        let page = || {
-            let mut page = pool.allocate().unwrap();
-            // NaN makes a read of a slot that was not computed visible in the result.
-            page.fill_with(|| f32::NAN);
-            PageSlot::Open(page)
-        };
-        let pages = (0..count).map(|_| page()).collect();
-        Sequence { pages, page_tokens: page_tokens as usize, tokens: tokens.to_vec(), computed: 0 }
-    }
-
-    fn chunk(&mut self, len: usize, logits: LogitRows) -> Chunk<'_> {
-        let position = self.computed;
-        self.computed += len;
-        // An engine seals pages once they are full.
-        for slot in &mut self.pages[..position / self.page_tokens] {
-            if let PageSlot::Open(_) = slot {
-                let filler = KvPool::new(*slot.page().geometry(), 1).allocate().unwrap();
-                let full = std::mem::replace(slot, PageSlot::Open(filler));
-                *slot = full.seal();
-            }
-        }
-        Chunk { tokens: &self.tokens[position..position + len], position, pages: &mut self.pages, logits }
-    }
-
-    fn run(&mut self, model: &Model, len: usize, logits: LogitRows) -> Vec<f32> {
-        model.forward(&mut [self.chunk(len, logits)], &mut ()).unwrap().remove(0)
-    }
-
-    /// Returns the bytes of the keys and values computed so far, token by token.
-    fn kv_bytes(&self) -> Vec<u8> {
-        let geometry = *self.pages[0].page().geometry();
-        let width = (geometry.kv_heads * geometry.head_dim) as usize * geometry.dtype.bytes();
-        let mut bytes = Vec::new();
-        for position in 0..self.computed {
-            let page: &[u8] = self.pages[position / self.page_tokens].page().as_ref();
-            for block in 0..2 * geometry.layers as usize {
-                let start = (block * self.page_tokens + position % self.page_tokens) * width;
-                bytes.extend_from_slice(&page[start..start + width]);
-            }
-        }
-        bytes
-    }
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|x| x.to_bits()).collect()
-}
-
-/// Largest difference, relative to the largest absolute logit of its row.
-fn worst_difference(found: &[f32], expected: &[f32], vocab: usize) -> f32 {
-    assert_eq!(found.len(), expected.len());
-    let of_row = |(found, expected): (&[f32], &[f32])| {
-        let scale = expected.iter().fold(0.0f32, |m, x| m.max(x.abs()));
-        found.iter().zip(expected).fold(0.0f32, |worst, (a, b)| {
-            let difference = (a - b).abs() / scale;
-            if difference.is_nan() { f32::INFINITY } else { worst.max(difference) }
-        })
-    };
-    found.chunks(vocab).zip(expected.chunks(vocab)).map(of_row).fold(0.0, f32::max)
 }
 
 /// Computes prompt and greedy continuation in chunks of `lens` (repeated), in pages of
@@ -198,6 +77,33 @@ fn logits_agree_with_transformers_for_every_chunking_and_variant() {
             assert!(difference < variant.tolerance, "{name}: {difference:e}");
             for (lens, page_tokens) in [(&[1][..], 16), (&[5, 1, 17, 3], 16), (&[40, 64], 5), (&[7], 64)] {
                 let (other_logits, other_kv) = logits_in_chunks(&golden, lens, page_tokens);
+                assert!(bits(&logits) == bits(&other_logits), "{name}: logits in chunks of {lens:?}");
+                assert!(kv == other_kv, "{name}: keys and values in chunks of {lens:?}");
+            }
+        }
+    }
+}
+
+/// The products of rounded activations have strict tests of their own
+/// (`kernels/src/cpu/matmul/tests.rs`). This one shows that the rest of the pass is the same.
+#[test]
+fn narrow_activations_stay_near_those_of_f32_and_keep_bits_in_every_chunking() {
+    for weights in [WeightFormat::Stored, WeightFormat::Q8] {
+        let wide = Variant { weights, ..EXACT };
+        for (wide, narrow) in goldens(wide).iter().zip(goldens(Variant { activations: Activations::Narrow, ..wide })) {
+            let name = format!("{} {weights:?}, activations in {}", narrow.name, narrow.model.activations());
+            let (expected, _) = logits_in_chunks(wide, &[usize::MAX], 16);
+            let (logits, kv) = logits_in_chunks(&narrow, &[usize::MAX], 16);
+            let difference = worst_difference(&logits, &expected, narrow.model.config().vocab);
+            println!("{name}: {difference:.1e} from f32");
+            match narrow.model.activations() {
+                "f32" => assert!(difference == 0.0, "{name}"),
+                // The random models amplify each rounding.
+                "bf16" => assert!((1e-4..0.1).contains(&difference), "{name}: {difference:e}"),
+                _ => assert!((1e-3..0.5).contains(&difference), "{name}: {difference:e}"),
+            }
+            for (lens, page_tokens) in [(&[1][..], 16), (&[5, 1, 17, 3], 16), (&[40, 64], 5)] {
+                let (other_logits, other_kv) = logits_in_chunks(&narrow, lens, page_tokens);
                 assert!(bits(&logits) == bits(&other_logits), "{name}: logits in chunks of {lens:?}");
                 assert!(kv == other_kv, "{name}: keys and values in chunks of {lens:?}");
             }

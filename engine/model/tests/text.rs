@@ -259,6 +259,13 @@ fn generation_config_gives_the_defaults() {
         Tokenizer::from_files(&files).unwrap().generation_defaults().max_new_tokens
     };
     assert_eq!([max_of(json!(512)), max_of(json!(0)), max_of(json!("many"))], [Some(512), None, None]);
+    let temperature_of = |file: serde_json::Value| {
+        let files = small_files("generation_config.json", &file);
+        Tokenizer::from_files(&files).unwrap().generation_defaults().temperature
+    };
+    assert_eq!(temperature_of(json!({"do_sample": false, "temperature": 0.6})), Some(0.0), "as in transformers");
+    assert_eq!(temperature_of(json!({"do_sample": true, "temperature": 0.6})), Some(0.6));
+    assert_eq!(temperature_of(json!({"top_p": 0.5})), None, "without `do_sample`, the API's default");
 }
 
 /// Files of a model of one token, and one more.

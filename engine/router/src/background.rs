@@ -8,15 +8,10 @@
 //! A nice value acts within a cgroup, or within a session with automatic groups: see sched(7).
 //! Other containers compete with long work as with other work.
 
-use rustix::process::{Pid, getpriority_process, setpriority_process};
+use larder_worker::worker_process::give_way;
 use std::sync::LazyLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinError;
-
-/// Nice value of long work. On a busy machine it gets about a tenth of the time of a thread with
-/// full priority, so an honest request still ends within its limit.
-const NICENESS: i32 = 10;
 
 /// `None` if the system refused it.
 static THREADS: LazyLock<Option<Runtime>> = LazyLock::new(|| {
@@ -35,22 +30,11 @@ pub(crate) async fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'st
     }
 }
 
-/// Lowers the priority of a thread for good: of this one, or of one of another process. Never
-/// raises it.
-pub(crate) fn give_way(thread: Option<Pid>) {
-    static IS_REPORTED: AtomicBool = AtomicBool::new(false);
-    let current = getpriority_process(thread).unwrap_or(0);
-    // The work goes on even if the system forbids it.
-    if let Err(error) = setpriority_process(thread, NICENESS.max(current))
-        && !IS_REPORTED.swap(true, Ordering::Relaxed)
-    {
-        tracing::debug!(%error, "long work keeps its priority");
-    }
-}
-
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use larder_worker::worker_process::NICENESS;
+    use rustix::process::getpriority_process;
 
     /// Nice value of this thread.
     pub(crate) fn niceness() -> i32 {

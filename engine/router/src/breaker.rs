@@ -24,10 +24,14 @@ pub struct CircuitBreaker {
 }
 
 impl CircuitBreaker {
+    /// Returns `true` if the engine may get requests at `now`. There is no half-open state: after
+    /// an exclusion, nothing limits its requests.
     pub fn admits(&self, now: Instant) -> bool {
         self.excluded_until.is_none_or(|until| now >= until)
     }
 
+    /// Records a lost connection, and excludes the engine from `now` on. A loss during an exclusion
+    /// neither prolongs it nor doubles the next one.
     pub fn lost(&mut self, now: Instant) {
         // Requests that were in flight together fail together. They count as one failure, or the
         // exclusion would double for each of them.
@@ -37,6 +41,8 @@ impl CircuitBreaker {
         }
     }
 
+    /// Records an error answer. Every third one without a success between them counts as a lost
+    /// connection.
     pub fn fault(&mut self, now: Instant) {
         self.faults += 1;
         if self.faults >= FAULTS_MAX {

@@ -4,10 +4,12 @@
 //!
 //! - Every call ends by its deadline.
 //! - No answer takes more memory than its named bound.
+//! - At most [`ENGINES_MAX`] calls of operators to all engines run at a time: for their state,
+//!   forgets and flushes.
 //! - Dropping a call, or the stream it returned, closes the connection. The engine takes that as a
 //!   cancellation.
 
-use crate::engines::RemoteEngine;
+use crate::engines::{ENGINES_MAX, RemoteEngine};
 use crate::json::reason;
 use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
@@ -23,9 +25,11 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-/// Maximum size of a JSON answer, in bytes. Those of engines take at most a few KiB.
+/// Maximum size of a JSON answer, in bytes. Those of engines take at most a few KiB. A longer one
+/// violates the interface, unless it is the body of an error.
 pub const ANSWER_BYTES_MAX: usize = 32 << 10;
 /// Maximum size of one line of a stream, in bytes. The log-probabilities of 256 tokens of a prompt
 /// take half of it, with the 20 best tokens of each.
@@ -37,7 +41,7 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Failure of a call to an engine. `engine` is its name, or its URL before it has joined.
 #[derive(Debug, Clone, Error)]
 pub enum CallError {
-    /// The connection failed or broke.
+    /// The connection failed or broke. A stream that ends without an `end` event counts as broken.
     #[error("lost engine {engine}: {reason}")]
     Lost { engine: String, reason: String },
     /// The answer violates the interface. No engine of Larder sends such an answer, whatever the
@@ -100,9 +104,12 @@ impl CallError {
 #[derive(Debug, Clone)]
 pub struct EngineClient {
     http: reqwest::Client,
+    /// One permit for each call that an operator's request makes to every engine.
+    operator_calls: Arc<Semaphore>,
 }
 
-/// File of a model from an engine.
+/// File of a model from an engine. Its bytes are as the engine sent them: nothing has parsed them
+/// yet.
 pub struct ModelFile {
     pub bytes: Vec<u8>,
     /// Address that sent it. A member chooses the name in its URL, but not this.
@@ -119,19 +126,42 @@ impl EngineClient {
             .redirect(reqwest::redirect::Policy::none())
             .no_proxy()
             .build()?;
-        Ok(Self { http })
+        Ok(Self { http, operator_calls: Arc::new(Semaphore::new(ENGINES_MAX)) })
     }
 
+    /// Fetches the self-description of the engine at `url`, which need not be in the table. Errors
+    /// have the URL in place of its name.
     pub async fn model(&self, url: &str, deadline: Instant) -> Result<EngineInfo, CallError> {
         self.get_json(url, PATH_MODEL, deadline).await
     }
 
+    /// Fetches the state of an engine, for an operator. Waits for one of [`ENGINES_MAX`] places
+    /// before the call. The wait counts against the deadline.
     pub async fn state(&self, url: &str, deadline: Instant) -> Result<EngineState, CallError> {
-        self.get_json(url, PATH_STATE, deadline).await
+        self.for_operator(url, deadline, self.get_json(url, PATH_STATE, deadline)).await
+    }
+
+    /// Runs `call` when it has one of the places of calls to all engines.
+    async fn for_operator<T>(
+        &self,
+        engine: &str,
+        deadline: Instant,
+        call: impl Future<Output = Result<T, CallError>>,
+    ) -> Result<T, CallError> {
+        within(engine, deadline, async {
+            // Never closed.
+            let _place = self.operator_calls.acquire().await;
+            call.await
+        })
+        .await
     }
 
     /// Fetches a tokenizer file of at most `bytes_max` bytes. Returns `None` if the engine has no
     /// file `name`.
+    ///
+    /// # Errors
+    /// [`CallError::Violation`] if the file is longer than `bytes_max`. The limit holds for the
+    /// bytes as they arrive, whatever length the headers announce.
     pub async fn file(
         &self,
         url: &str,
@@ -182,7 +212,8 @@ impl EngineClient {
             let post = self.http.post(url(engine, PATH_FORGET)).header(CONTENT_TYPE, "application/json");
             // An empty body in its place could be read as another request.
             let body = body.as_ref().cloned().map_err(|error| CallError::unsent(&engine.name, error));
-            async move { self.json(&engine.name, post.body(body?), deadline).await }
+            let call = async move { self.json(&engine.name, post.body(body?), deadline).await };
+            self.for_operator(&engine.name, deadline, call)
         });
         join_all(calls).await
     }
@@ -197,12 +228,16 @@ impl EngineClient {
         let calls = engines.iter().map(|engine| {
             // Without a body it would need no content type, which engines expect of every POST.
             let post = self.http.post(url(engine, PATH_FLUSH)).header(CONTENT_TYPE, "application/json").body("{}");
-            self.json(&engine.name, post, deadline)
+            self.for_operator(&engine.name, deadline, self.json(&engine.name, post, deadline))
         });
         join_all(calls).await
     }
 
-    /// Starts a generation. Returns with the response headers, before the first event.
+    /// Starts a generation. Returns with the response headers, before the first event. `deadline`
+    /// also bounds each later wait for an event.
+    ///
+    /// # Errors
+    /// [`CallError::Refused`] for any status but success.
     pub async fn decode(
         &self,
         engine: &RemoteEngine,
@@ -373,6 +408,9 @@ impl LineSplitter {
     }
 
     /// Returns the next line that is not blank, without its end. `None` asks for the next chunk.
+    ///
+    /// # Errors
+    /// If the line exceeds [`LINE_BYTES_MAX`], even before its end has arrived.
     fn take(&mut self) -> Result<Option<BytesMut>, String> {
         while let Some(end) = self.rest.iter().position(|&b| b == b'\n') {
             let piece = self.rest.split_to(end + 1);
@@ -399,6 +437,22 @@ impl LineSplitter {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::future::{pending, ready};
+
+    #[tokio::test]
+    async fn calls_to_all_engines_are_bounded() {
+        let client = EngineClient::new(Duration::from_secs(1)).unwrap();
+        let now = Instant::now();
+        let hour = now + Duration::from_secs(3600);
+        let hanging = join_all((0..ENGINES_MAX).map(|_| client.for_operator("e", hour, pending::<Result<(), _>>())));
+        let next = client.for_operator("e", now + Duration::from_millis(100), ready(Ok(())));
+        tokio::select! {
+            biased;
+            _ = hanging => panic!("they hang"),
+            next = next => assert!(matches!(next, Err(CallError::Deadline { .. })), "it has no place"),
+        }
+        assert!(client.for_operator("e", hour, ready(Ok(()))).await.is_ok());
+    }
 
     #[test]
     fn splitter_returns_whole_lines_for_every_cut() {

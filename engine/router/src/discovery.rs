@@ -466,6 +466,8 @@ fn vocab_size(config: &[u8]) -> Option<u32> {
 mod tests {
     use super::*;
     use crate::engines::tests::info;
+    use crate::options::RouterOptions;
+    use larder_client::MEMBER_TTL;
     use larder_worker::api::Role;
 
     #[test]
@@ -482,6 +484,18 @@ mod tests {
             member("d", serde_json::to_value(&good).unwrap()),
         ];
         assert_eq!(named_engines(members, &LogLimit::default()), BTreeMap::from([("a".to_string(), good)]));
+    }
+
+    /// Other tests bound the number of rounds: `engine_that_does_not_answer_leaves_in_few_rounds`.
+    #[test]
+    fn rounds_until_a_silent_engine_leaves_take_less_than_five_seconds() {
+        let options = RouterOptions::new("larder://127.0.0.1:1".parse().unwrap());
+        let round = options.poll_interval + MEMBERS_TIMEOUT + CONFIRM_TIMEOUT;
+        // A store node names it until its registration lapses. The next round removes it.
+        let beside_the_store = MEMBER_TTL + round;
+        // The first round without an answer, and the first one that ends after the limit.
+        let without_it = round + SILENT_MAX + round;
+        assert!(beside_the_store.max(without_it) < Duration::from_secs(5), "{beside_the_store:?} {without_it:?}");
     }
 
     #[test]

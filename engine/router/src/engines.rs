@@ -53,9 +53,14 @@ impl RemoteEngine {
         }
     }
 
-    /// Model that the engine serves.
+    /// Model that the engine serves. Engines with the same name of a model in different namespaces
+    /// serve different models.
     pub fn model_key(&self) -> ModelKey {
         (self.info.model.clone(), self.namespace)
+    }
+
+    fn serves(&self, role: Role, namespace: NamespaceId, tokens: usize) -> bool {
+        self.info.role == role && self.namespace == namespace && self.info.max_context as usize > tokens
     }
 
     pub fn is_admitted(&self) -> bool {
@@ -76,7 +81,8 @@ impl RemoteEngine {
         self.breaker.lock().success();
     }
 
-    /// Tokens that this router requested and that the engine has not finished yet.
+    /// Tokens that this router requested and that the engine has not finished yet. Load from other
+    /// routers is not known here.
     pub fn outstanding_tokens(&self) -> u64 {
         self.outstanding_tokens.load(Ordering::Relaxed)
     }
@@ -85,7 +91,8 @@ impl RemoteEngine {
         self.requests.load(Ordering::Relaxed)
     }
 
-    /// Adds one request of `tokens` tokens to the engine's load until the guard is dropped.
+    /// Adds one request of `tokens` tokens to the engine's load until the guard is dropped. Callers
+    /// count the prompt tokens to compute, and at most 64 tokens of the answer.
     pub fn add_load(self: &Arc<Self>, tokens: u64) -> LoadGuard {
         self.outstanding_tokens.fetch_add(tokens, Ordering::Relaxed);
         self.requests.fetch_add(1, Ordering::Relaxed);
@@ -93,7 +100,19 @@ impl RemoteEngine {
     }
 }
 
-/// One request's share of an engine's load. Dropping it gives the share back.
+/// Sum of the requests that idle engines take at a time. `None` if one does not tell, or without
+/// engines.
+fn room_of<'a>(
+    engines: impl Iterator<Item = &'a Arc<RemoteEngine>>,
+    tokens: usize,
+    parameter_bytes: usize,
+) -> Option<usize> {
+    let rooms = engines.map(|e| e.info.requests_at_once(tokens, parameter_bytes));
+    rooms.reduce(|sum, room| Some(sum?.saturating_add(room?))).flatten()
+}
+
+/// One request's share of an engine's load. Dropping it gives the share back. It holds the engine,
+/// also after the engine has left the table.
 #[derive(Debug)]
 pub struct LoadGuard {
     engine: Arc<RemoteEngine>,
@@ -139,11 +158,27 @@ pub struct EngineRequirement<'a> {
     pub tried: &'a [String],
 }
 
+/// Engines by name, each with the time when it left the table. A map with [`ENGINES_MAX`] names
+/// notes no further ones.
+type Departures = Mutex<BTreeMap<String, (Arc<RemoteEngine>, Instant)>>;
+
 #[derive(Debug, Default)]
 pub struct EngineTable {
     engines: RwLock<BTreeMap<String, Arc<RemoteEngine>>>,
-    /// Engines that broke the interface, and the time of that. Locked after `engines`.
-    expelled: Mutex<BTreeMap<String, (Arc<RemoteEngine>, Instant)>>,
+    /// Engines that broke the interface. Locked after `engines`.
+    expelled: Departures,
+    /// Engines that left in any way, at most [`ENGINES_MAX`]. Locked after `engines`.
+    left: Departures,
+}
+
+/// Adds an engine to those that left, and drops those that left more than [`EXPELLED_FOR`] ago.
+fn note_left(left: &Departures, engine: &Arc<RemoteEngine>) {
+    let mut left = left.lock();
+    left.retain(|_, (_, at)| at.elapsed() < EXPELLED_FOR);
+    // Bounds the map: a member can return under many names.
+    if left.len() < ENGINES_MAX {
+        left.insert(engine.name.clone(), (engine.clone(), Instant::now()));
+    }
 }
 
 impl EngineTable {
@@ -161,7 +196,10 @@ impl EngineTable {
     /// Removes an engine. Requests that it is serving continue. Returns `false` if the table has no
     /// such engine.
     pub fn remove(&self, name: &str) -> bool {
-        self.engines.write().remove(name).is_some()
+        let mut engines = self.engines.write();
+        let Some(engine) = engines.remove(name) else { return false };
+        note_left(&self.left, &engine);
+        true
     }
 
     /// Removes an engine that broke the interface, and keeps its name out for a while. Returns
@@ -172,15 +210,13 @@ impl EngineTable {
             return false;
         }
         engines.remove(&engine.name);
-        let mut expelled = self.expelled.lock();
-        expelled.retain(|_, (_, at)| at.elapsed() < EXPELLED_FOR);
-        // Bounds the map: a member can return under many names.
-        if expelled.len() < ENGINES_MAX {
-            expelled.insert(engine.name.clone(), (engine.clone(), Instant::now()));
-        }
+        note_left(&self.expelled, engine);
+        note_left(&self.left, engine);
         true
     }
 
+    /// Returns `true` if the engine of this name broke the interface within [`EXPELLED_FOR`].
+    /// [`EngineTable::insert`] does not check that: its caller does.
     pub fn is_expelled(&self, name: &str) -> bool {
         self.expelled.lock().get(name).is_some_and(|(_, at)| at.elapsed() < EXPELLED_FOR)
     }
@@ -209,6 +245,8 @@ impl EngineTable {
         self.engines.read().is_empty()
     }
 
+    /// Number of engines of `role` in `namespace` that their circuit breakers admit now. Costs a
+    /// scan of the table, and a lock for each engine that fits.
     pub fn admitted(&self, role: Role, namespace: NamespaceId) -> usize {
         let fits = |e: &&Arc<RemoteEngine>| e.info.role == role && e.namespace == namespace && e.is_admitted();
         self.engines.read().values().filter(fits).count()
@@ -220,6 +258,38 @@ impl EngineTable {
         let engines = self.engines.read();
         let fitting = engines.values().filter(|e| e.info.role == role && e.namespace == namespace);
         fitting.map(|e| e.info.max_context as usize).max()
+    }
+
+    /// Number of requests that the idle engines of `role` in `namespace` take from this router at a
+    /// time, each of `tokens` tokens and `parameter_bytes` bytes of other parameters. `None` if one
+    /// of them does not tell, or if none has so long a context.
+    pub fn requests_at_once(
+        &self,
+        role: Role,
+        namespace: NamespaceId,
+        tokens: usize,
+        parameter_bytes: usize,
+    ) -> Option<usize> {
+        let fits = |e: &RemoteEngine| e.serves(role, namespace, tokens);
+        let engines = self.engines.read();
+        room_of(engines.values().filter(|e| fits(e)), tokens, parameter_bytes)
+    }
+
+    /// As [`EngineTable::requests_at_once`], with the engines that left within [`EXPELLED_FOR`].
+    /// They may return.
+    pub fn requests_at_once_lately(
+        &self,
+        role: Role,
+        namespace: NamespaceId,
+        tokens: usize,
+        parameter_bytes: usize,
+    ) -> Option<usize> {
+        let engines = self.engines.read();
+        let left = self.left.lock();
+        let is_out = |name: &String, at: Instant| at.elapsed() < EXPELLED_FOR && !engines.contains_key(name);
+        let left = left.iter().filter(|(name, (_, at))| is_out(name, *at)).map(|(_, (engine, _))| engine);
+        let fits = |e: &RemoteEngine| e.serves(role, namespace, tokens);
+        room_of(engines.values().chain(left).filter(|e| fits(e)), tokens, parameter_bytes)
     }
 
     /// Picks the least loaded admitted engine that meets `need`.
@@ -278,6 +348,8 @@ pub(crate) mod tests {
             numerics: String::new(),
             max_context,
             page_tokens: 4,
+            request_bytes_max: 0,
+            requests_max: 0,
         }
     }
 
@@ -399,5 +471,27 @@ pub(crate) mod tests {
         // No other engine is expelled meanwhile, which would remove the entry.
         table.expelled.lock().get_mut("d1").unwrap().1 = Instant::now().checked_sub(EXPELLED_FOR).unwrap();
         assert_eq!(table.list_with_expelled().len(), 4, "a forget must become complete without it");
+    }
+
+    #[test]
+    fn engine_that_left_counts_as_room_for_a_while() {
+        let table = EngineTable::default();
+        let namespace = info(Role::Decode, 1, 0).descriptor.id();
+        for (name, requests_max) in [("d1", 3), ("d2", 4), ("d3", 5)] {
+            let info = EngineInfo { requests_max, request_bytes_max: u64::MAX, ..info(Role::Decode, 1, 100) };
+            table.insert(RemoteEngine::new(name.into(), info));
+        }
+        let now_and_lately = || {
+            let now = table.requests_at_once(Role::Decode, namespace, 10, 0);
+            (now, table.requests_at_once_lately(Role::Decode, namespace, 10, 0))
+        };
+        assert_eq!(now_and_lately(), (Some(12), Some(12)));
+        assert!(table.remove("d1") && table.expel(&table.get("d2").unwrap()));
+        assert_eq!(now_and_lately(), (Some(5), Some(12)));
+        let info = table.left.lock()["d1"].0.info.clone();
+        table.insert(RemoteEngine::new("d1".into(), info));
+        assert_eq!(now_and_lately(), (Some(8), Some(12)), "an engine that is back counts once");
+        table.left.lock().get_mut("d2").unwrap().1 = Instant::now().checked_sub(EXPELLED_FOR).unwrap();
+        assert_eq!(now_and_lately(), (Some(8), Some(8)));
     }
 }

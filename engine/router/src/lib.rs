@@ -34,7 +34,6 @@ pub mod admin;
 mod background;
 pub mod breaker;
 pub mod calls;
-pub mod constraints;
 pub mod discovery;
 pub mod engines;
 mod json;
@@ -53,9 +52,11 @@ pub use options::{OptionsError, RouterOptions};
 
 use calls::CallError;
 use engines::RemoteEngine;
+use futures::future::BoxFuture;
 use larder_http::{AllowedHosts, HttpOptions, HttpServer, PeerBudget};
 use larder_runtime::LogLimit;
 use larder_worker::api::ErrorCode;
+use larder_worker::trials::ConstraintTrials;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -106,7 +107,7 @@ pub(crate) struct RouterState {
     pub(crate) answers: Arc<PeerBudget>,
     pub(crate) tokeniser: tokenise::TokeniserQueue,
     pub(crate) templates: Arc<templates::TemplateWorkers>,
-    pub(crate) constraints: constraints::ConstraintTrials,
+    pub(crate) constraints: Arc<ConstraintTrials>,
     /// One permit: discovery builds one tokenizer at a time.
     pub(crate) tokenizer_builds: Arc<Semaphore>,
     pub(crate) started: Instant,
@@ -158,19 +159,30 @@ pub struct Router;
 impl Router {
     /// Attaches to the store, binds both listeners and starts discovery. Must be called inside a
     /// tokio runtime. Returns before any engine is known: see [`RouterHandle::wait_ready`].
-    pub async fn start(options: RouterOptions) -> Result<RouterHandle, RouterError> {
-        // Before attaching: an invalid option must not open connections to the store.
-        options.validate()?;
-        let directory = Arc::new(StoreDirectory::attach(options.store.clone()));
-        Self::start_with(options, directory).await
+    // Boxed and never inlined: see `Router::start_with`.
+    #[inline(never)]
+    pub fn start(options: RouterOptions) -> BoxFuture<'static, Result<RouterHandle, RouterError>> {
+        Box::pin(async move {
+            // Before attaching: an invalid option must not open connections to the store.
+            options.validate()?;
+            let directory = Arc::new(StoreDirectory::attach(options.store.clone()));
+            Self::launch(options, directory).await
+        })
     }
 
     /// Starts like [`Router::start`], but reads engines and pages from `directory` instead of
     /// `options.store`. Tests pass a fake.
-    pub async fn start_with(
+    // Boxed and never inlined. The compiler generates the code of an `async fn` in each crate that
+    // polls it: the whole router, in every test program.
+    #[inline(never)]
+    pub fn start_with(
         options: RouterOptions,
         directory: Arc<dyn Directory>,
-    ) -> Result<RouterHandle, RouterError> {
+    ) -> BoxFuture<'static, Result<RouterHandle, RouterError>> {
+        Box::pin(Self::launch(options, directory))
+    }
+
+    async fn launch(options: RouterOptions, directory: Arc<dyn Directory>) -> Result<RouterHandle, RouterError> {
         options.validate()?;
         let plan = memory_plan::of(&options);
         if let Some(warning) = plan.check(larder_memory::machine::total()).map_err(RouterError::MemoryPlan)? {
@@ -181,12 +193,14 @@ impl Router {
             }
         }
         tracing::info!(bytes = plan.total(), "memory of this router, at most: {plan}");
-        let (listener, addr) = listen(options.listen).await?;
+        let (listener, addr) = listen(options.listen)?;
         // Bind both ports before any task starts, so that a failure leaves nothing running.
-        let (admin_listener, admin_addr) = listen(options.admin_listen).await?;
+        let (admin_listener, admin_addr) = listen(options.admin_listen)?;
         let metrics = Arc::new(metrics::Metrics::default());
         metrics.show_memory_max(&plan);
         let templates = Arc::new(templates::TemplateWorkers::new(options.template_worker.clone(), metrics.clone()));
+        let own_trials = || Arc::new(ConstraintTrials::new(options.template_worker.clone()));
+        let constraints = options.constraint_trials.clone().unwrap_or_else(own_trials);
         let router = Arc::new(RouterState {
             api_addr: addr,
             admin_addr,
@@ -200,7 +214,7 @@ impl Router {
             prompts: PeerBudget::new(openai::PROMPTS_BYTES_MAX / openai::PROMPT_CHARGE_BYTES),
             answers: PeerBudget::new(openai::ANSWERS_BYTES_MAX / openai::ANSWER_CHARGE_BYTES),
             tokeniser: Default::default(),
-            constraints: constraints::ConstraintTrials::new(&templates),
+            constraints,
             tokenizer_builds: Arc::new(Semaphore::new(1)),
             templates,
             started: Instant::now(),
@@ -209,6 +223,7 @@ impl Router {
         });
         let stop = CancellationToken::new();
         let tasks = TaskTracker::new();
+        tasks.spawn(router.metrics.event_loop().clone().watch(stop.clone()));
         tasks.spawn(discovery::run(router.clone(), stop.clone()));
         let grace = router.options.shutdown_grace;
         let routes = openai::routes(router.clone());
@@ -220,11 +235,8 @@ impl Router {
     }
 }
 
-async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), RouterError> {
-    let failed = |source| RouterError::Listen { address, source };
-    let listener = TcpListener::bind(address).await.map_err(failed)?;
-    let addr = listener.local_addr().map_err(failed)?;
-    Ok((listener, addr))
+fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), RouterError> {
+    larder_http::listen(address).map_err(|source| RouterError::Listen { address, source })
 }
 
 impl RouterState {

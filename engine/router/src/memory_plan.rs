@@ -7,25 +7,27 @@
 //! | --- | --- |
 //! | connections, bodies | the two HTTP servers |
 //! | prompts, answers | budgets that peers share: see `openai` |
-//! | streams | places of answers in progress, and the limits of an engine's lines and events |
-//! | engines | the length of the table, and of an engine's answer |
+//! | streams | places of answers in progress, the limit of an engine's lines, and room for events |
+//! | engines | the length of the table, of an engine's answer, and places for calls to all |
 //! | texts, tokenising | a budget of templates' texts, and places for texts in progress |
-//! | models | the files of all models. One tokenizer is built at a time |
+//! | models | the files of all models, and the words of a tokenizer. One is built at a time |
 //! | template workers | places for renderings, and limits that each worker sets itself |
+//! | constraint workers | the number of workers, and limits that each worker sets itself |
 //! | process | nothing: code, threads, and what the allocator keeps |
 
 use crate::calls::{ANSWER_BYTES_MAX, LINE_BYTES_MAX};
-use crate::constraints;
 use crate::discovery::{LOADS_MAX, MODEL_BYTES_MAX};
 use crate::engines::ENGINES_MAX;
 use crate::models::{MODELS_BYTES_MAX, MODELS_MAX};
-use crate::openai::{ANSWER_CHARGE_BYTES, ANSWERS_BYTES_MAX, PROMPTS_BYTES_MAX};
+use crate::openai::{ANSWER_CHARGE_BYTES, ANSWERS_BYTES_MAX, EVENTS_BYTES_MAX, PROMPTS_BYTES_MAX};
 use crate::options::RouterOptions;
 use crate::templates::{RENDERINGS_MAX, TEXTS_BYTES_MAX};
 use crate::tokenise;
 use larder_http::HttpOptions;
 use larder_memory::plan::{MemoryPart, MemoryPlan};
 use larder_model::{Tokenizer, template_worker};
+use larder_worker::memory_plan::CONSTRAINT_WORKERS;
+use larder_worker::trials;
 
 /// Copies of a body: itself, what is parsed from it, and the request to a template worker.
 const BODY_COPIES: u64 = 3;
@@ -37,20 +39,21 @@ const ANSWER_BYTES: u64 = 16 << 10;
 const CLIENT_BUFFER_BYTES: u64 = 408 << 10;
 /// Buffers of a stream: one that the connection fills, and one that is being cut into lines.
 const CLIENT_BUFFERS: u64 = 2;
-/// Events that wait for a slow client: 16 of the longest texts.
-const EVENTS_BYTES: u64 = 16 * (16 << 10);
+/// Events that wait for a slow client: those with room, and one that waits for room.
+const EVENTS_BYTES: u64 = 2 * EVENTS_BYTES_MAX as u64;
 /// Memory of a call to an engine: its answer, and a buffer that grows with it.
 const CALL_BYTES: u64 = 3 * ANSWER_BYTES_MAX as u64;
 /// Memory of an engine in the tables of the balancer and of discovery.
 const ENGINE_BYTES: u64 = 8 << 10;
-/// Memory of a model beside its tokenizer: the words in the tokenizer's cache, and a client of the
-/// store. A text of long words fills the cache with up to ten times as much.
-const MODEL_BYTES: u64 = 9 << 20;
+/// Memory of a model beside its files: the words that its tokenizer remembers, and a client of the
+/// store.
+const MODEL_BYTES: u64 = Tokenizer::WORDS_BYTES_MAX as u64 + (1 << 20);
 /// Memory of the process beside all other parts: code, threads, tables of a bounded size, and free
 /// memory that the allocator keeps.
 const PROCESS_BYTES: u64 = 96 << 20;
 
-/// Computes the plan from valid options.
+/// Computes the plan from valid options. All parts are upper bounds in bytes. Products with an
+/// option saturate, so an extreme value causes no overflow.
 pub fn of(options: &RouterOptions) -> MemoryPlan {
     let api = HttpOptions { body_bytes_max: options.body_bytes_max, ..options.http.clone() };
     let servers = [&api, &options.admin_http];
@@ -75,12 +78,13 @@ pub fn of(options: &RouterOptions) -> MemoryPlan {
         ),
         MemoryPart::limit("answers", texts.saturating_mul(ANSWER_COPIES), memory),
         MemoryPart::limit("streams", answers.saturating_mul(stream), memory),
-        // A status request asks all of them at once.
+        // Requests of operators ask all of them. So many calls run at a time.
         MemoryPart::limit("engines", ENGINES_MAX as u64 * (ENGINE_BYTES + CALL_BYTES), memory),
         MemoryPart::limit("texts", (TEXTS_BYTES_MAX + tokenise::TEXT_BYTES_MAX) as u64, memory),
         MemoryPart::limit("tokenising", tokenise::MEMORY_MAX, memory),
         MemoryPart::limit("models", models_bytes(), memory),
         MemoryPart::child_limit("template workers", workers_bytes(), memory),
+        MemoryPart::child_limit(CONSTRAINT_WORKERS, trials::MEMORY_MAX, memory),
         MemoryPart::reserved("process", PROCESS_BYTES, "use a machine with more memory"),
     ];
     MemoryPlan::new("router", parts)
@@ -95,9 +99,9 @@ fn models_bytes() -> u64 {
     tokenizers + MODELS_MAX as u64 * MODEL_BYTES + fetched + built
 }
 
-/// Memory of the workers of all models and of constraints: those that render, and idle ones.
+/// Memory of the workers of all models: those that render, and idle ones.
 fn workers_bytes() -> u64 {
-    let idle = (MODELS_MAX + constraints::WORKERS) as u64 * template_worker::RETIRE_BYTES;
+    let idle = MODELS_MAX as u64 * template_worker::RETIRE_BYTES;
     RENDERINGS_MAX as u64 * template_worker::MEMORY_BYTES_MAX + idle
 }
 
@@ -115,13 +119,17 @@ mod tests {
     fn plan_follows_from_the_options() {
         let plan = of(&options());
         let parts: u64 = plan.parts().map(|(_, bytes)| bytes).sum();
-        assert_eq!(plan.total(), parts - plan.bytes_of("template workers"), "workers are other processes");
+        let workers = plan.bytes_of("template workers") + plan.bytes_of(CONSTRAINT_WORKERS);
+        assert_eq!(plan.total(), parts - workers, "workers are other processes");
         assert_eq!(plan.bytes_of("connections"), (2048 + 32 + 128 + 32) * (96 << 10));
         assert_eq!(plan.bytes_of("bodies"), 3 * (64 + 128 + 64 + 8) * MIB);
         assert_eq!(plan.bytes_of("prompts"), (512 + 16) * MIB);
         assert_eq!(plan.bytes_of("answers"), 2 * (256 + 64 + 128) * MIB);
-        assert_eq!(plan.bytes_of("streams"), (2 * 408 + 256 + 256 + 96) * MIB);
-        assert_eq!(plan.bytes_of("template workers"), (4 * 512 + 66 * 64) * MIB);
+        assert_eq!(plan.bytes_of("streams"), (2 * 408 + 256 + 512 + 96) * MIB);
+        let (models, built) = (256 * 12 + 64 * 33, (4 + 30) * 64);
+        assert_eq!(plan.bytes_of("models"), (models + built) * MIB);
+        assert_eq!(plan.bytes_of("template workers"), (4 * 512 + 64 * 64) * MIB);
+        assert_eq!(plan.bytes_of(CONSTRAINT_WORKERS), 2 * 512 * MIB);
         let mut smaller = options();
         smaller.http.connections_max = 48;
         smaller.max_inflight = 512;

@@ -4,7 +4,7 @@
 //! All counters use relaxed ordering: readers need no consistency between two of them.
 
 use crate::engines::EngineTable;
-use larder_http::HttpMetrics;
+use larder_http::{EventLoopMetrics, HttpMetrics};
 use larder_memory::plan::MemoryPlan;
 use larder_worker::api::Role;
 use prometheus_client::encoding::EncodeLabelSet;
@@ -85,6 +85,7 @@ pub struct Metrics {
     finished: AtomicU64,
     failed: AtomicU64,
     http: HttpMetrics,
+    event_loop: EventLoopMetrics,
     registry: Registry,
 }
 
@@ -126,6 +127,7 @@ impl Default for Metrics {
             finished: AtomicU64::new(0),
             failed: AtomicU64::new(0),
             http: HttpMetrics::default(),
+            event_loop: EventLoopMetrics::default(),
             registry: Registry::default(),
         };
         // Registered after construction: the registry holds clones that share the counters.
@@ -182,11 +184,16 @@ impl Metrics {
             self.memory_max.clone(),
         );
         self.http.register(&mut r);
+        self.event_loop.register(&mut r);
         r
     }
 
     pub(crate) fn http(&self) -> &HttpMetrics {
         &self.http
+    }
+
+    pub(crate) fn event_loop(&self) -> &EventLoopMetrics {
+        &self.event_loop
     }
 
     pub fn begin(self: &Arc<Self>, endpoint: &'static str) -> RequestRecord {

@@ -1,10 +1,12 @@
 //! Settings of a router. The comments of the fields are the manual.
 
 use crate::openai::tool_parser::ToolFormat;
-use crate::templates::WorkerCommand;
 use larder_client::StoreUrl;
 use larder_http::HttpOptions;
+use larder_worker::trials::ConstraintTrials;
+use larder_worker::worker_process::WorkerCommand;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
 
@@ -60,6 +62,10 @@ pub struct RouterOptions {
     /// Command that renders chat templates, in a process of its own. Default: this program with the
     /// hidden command `template-worker`, which `larder` has.
     pub template_worker: WorkerCommand,
+    /// Trials of constraints, in processes of their own. Engines of this process may share them, so
+    /// that a constraint that has passed is not tried again. Default: of this router alone, with
+    /// the command of `template_worker`.
+    pub constraint_trials: Option<Arc<ConstraintTrials>>,
     /// Maximum time a stopping router waits for running answers. Default 5 s, minimum 0.
     pub shutdown_grace: Duration,
 }
@@ -92,6 +98,7 @@ impl RouterOptions {
             attempts_max: 3,
             body_bytes_max: 16 << 20,
             template_worker: WorkerCommand::default(),
+            constraint_trials: None,
             shutdown_grace: Duration::from_secs(5),
         }
     }

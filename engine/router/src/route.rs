@@ -47,7 +47,8 @@ const USAGE_WAIT: Duration = Duration::from_millis(200);
 pub enum RouteError {
     #[error("no {0} engine of this model is available now")]
     NoEngine(Role),
-    /// Every engine that was tried is at its limit.
+    /// Every engine that was tried is at its limit. The time in milliseconds is the hint of the
+    /// engine, or 1,000 without one.
     #[error("all engines of this model are busy; try again later")]
     Busy { retry_after_ms: u64 },
     #[error("this server is at its limit of text in answers; stream the answer, or try again later")]
@@ -111,7 +112,8 @@ pub struct Prompt {
 }
 
 impl Prompt {
-    /// Computes the page keys. Hashes all tokens: run it off the event loop for long prompts.
+    /// Computes the page keys. Hashes all tokens: run it off the event loop for long prompts. A
+    /// `page_tokens` of 0 counts as 1.
     pub fn new(tokens: Vec<u32>, page_tokens: usize) -> Self {
         let below_last = tokens.len().saturating_sub(1);
         let keys = larder_format::page_keys(&tokens[..below_last], page_tokens.max(1)).into();
@@ -145,7 +147,7 @@ pub struct PromptPlan {
 
 impl PromptPlan {
     /// Looks the prompt's pages up and starts a prefill if enough of them are missing. Waits for
-    /// the lookup only.
+    /// the lookup only. A lookup that exceeds its timeout counts as one without a hit.
     pub(crate) async fn make(
         router: Arc<RouterState>,
         model: Arc<ServedModel>,
@@ -226,6 +228,10 @@ impl PromptPlan {
 
     /// Starts a generation and waits for its first token. Tries up to `attempts_max` engines and
     /// adds those that fail to `tried`.
+    ///
+    /// # Errors
+    /// A failure that no other engine can help with, at once. Otherwise [`RouteError::Busy`] if any
+    /// engine was busy, or else the last failure. [`RouteError::NoEngine`] if none could be tried.
     pub async fn generate(
         self: &Arc<Self>,
         sampling: &SamplingParams,
@@ -420,7 +426,8 @@ impl PromptPlan {
     }
 }
 
-/// Tokens of a prompt that were not computed, by their source.
+/// Tokens of a prompt that were not computed, by their source. Pages count as a whole, but all
+/// together never exceed the tokens of the prompt.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CachedTokens {
     /// L1, the memory of an engine.
@@ -474,6 +481,10 @@ pub(crate) struct PrefillJob {
 
 impl PrefillJob {
     /// Tries engines one after the other until one succeeds, at most `attempts_max` and none twice.
+    ///
+    /// # Errors
+    /// The failure of the last engine that was tried. [`RouteError::NoEngine`] if none could be
+    /// tried.
     pub(crate) async fn run(mut self) -> Result<PrefillResponse, RouteError> {
         let mut tried = Vec::new();
         let mut failure = RouteError::NoEngine(Role::Prefill);
@@ -522,7 +533,8 @@ impl PrefillJob {
 }
 
 impl PrefillJob {
-    /// Checks the counts of an answer against the prompt.
+    /// Checks the counts of an answer against the prompt. The pages must be all whole ones before
+    /// the last token. Neither the cached nor the lost ones may be more than these.
     fn check(&self, engine: &RemoteEngine, answer: PrefillResponse) -> Result<PrefillResponse, CallError> {
         let pages = (self.request.tokens.len() - 1) / self.model.page_tokens;
         let cached = u64::from(answer.pages_l1) + u64::from(answer.pages_l2) + u64::from(answer.pages_l3);

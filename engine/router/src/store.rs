@@ -5,7 +5,9 @@
 //! is the production implementation. Tests provide fakes.
 
 use futures::future::BoxFuture;
-use larder_client::{Client, ClientOptions, Forgotten, Member, NodeView, PagePin, PinKind, Pinned, StoreUrl, Tier};
+use larder_client::{
+    Client, ClientOptions, Explanation, Forgotten, Hint, Member, NodeView, PagePin, PinKind, Pinned, StoreUrl, Tier,
+};
 use larder_format::{NamespaceDescriptor, PageKey};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,6 +45,13 @@ pub trait PageIndex: Send + Sync + 'static {
 
     /// Pin of each page, in the order of `keys`. `None` means no pin, or that no node reported it.
     fn pins(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Vec<Option<PagePin>>>;
+
+    /// Reason why each page is missing, in the order of `keys`. `None` means that no node told it.
+    fn explain(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Vec<Option<Explanation>>>;
+
+    /// Gives advice about the pages of a sequence. Returns the number of pages in L2 at the nodes
+    /// that took it.
+    fn hint(&self, keys: Arc<[PageKey]>, hint: Hint, deadline: Instant) -> BoxFuture<'_, usize>;
 
     /// Pins pages in L2 for `ttl`. With [`PinKind::None`] it ends their pins and ignores `ttl`.
     fn pin(&self, keys: Arc<[PageKey]>, kind: PinKind, ttl: Duration, deadline: Instant) -> BoxFuture<'_, Pinned>;
@@ -104,6 +113,14 @@ impl PageIndex for Client {
 
     fn pins(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Vec<Option<PagePin>>> {
         Box::pin(async move { Client::pins(self, &keys, deadline).await })
+    }
+
+    fn explain(&self, keys: Arc<[PageKey]>, deadline: Instant) -> BoxFuture<'_, Vec<Option<Explanation>>> {
+        Box::pin(async move { Client::explain(self, &keys, deadline).await })
+    }
+
+    fn hint(&self, keys: Arc<[PageKey]>, hint: Hint, deadline: Instant) -> BoxFuture<'_, usize> {
+        Box::pin(async move { Client::hint(self, &keys, None, hint, deadline).await })
     }
 
     fn pin(&self, keys: Arc<[PageKey]>, kind: PinKind, ttl: Duration, deadline: Instant) -> BoxFuture<'_, Pinned> {

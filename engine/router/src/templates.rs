@@ -8,6 +8,8 @@
 //!
 //! - Each model has at most one worker, which runs one rendering at a time. A template delays no
 //!   other model's chats, except while [`RENDERINGS_MAX`] templates loop at once.
+//! - A chat waits for one rendering of each other peer at most, however many those send for the
+//!   same model.
 //! - A rendering ends after [`RENDER_TIME_MAX`] or at the request's deadline. The worker is killed
 //!   then, and the next rendering starts another one.
 //! - A rendering that takes [`FULL_PRIORITY_TIME`] of processor time goes on at a lower priority.
@@ -21,37 +23,31 @@
 //! - Texts of templates take at most [`TEXTS_BYTES_MAX`] until they are tokenised. Those of at most
 //!   [`TEXT_BYTES_FREE`] are not counted. A short conversation can render to a long text. Peers
 //!   share this room, and the places in the line of a model.
+//!
+//! [`FULL_PRIORITY_TIME`]: larder_worker::worker_process::FULL_PRIORITY_TIME
 
-use crate::background::{self, give_way};
+use crate::background;
 use crate::metrics::Metrics;
-use larder_http::{PeerAddress, PeerBudget, PeerCharge, PeerShare};
-use larder_model::template_worker::{Answer, BEGUN, FRAME_BYTES_MAX, RenderJob, WorkerTask, frame_header, frame_len};
+use larder_http::{PeerAddress, PeerBudget, PeerCharge, PeerLane, PeerShare};
+use larder_model::template_worker::{Answer, FRAME_BYTES_MAX, RenderJob, WorkerTask};
 use larder_model::{ChatMessage, ChatTemplateSource, RenderError, RenderOptions};
 use larder_runtime::LogLimit;
 use larder_runtime::lock::Mutex;
-use rustix::process::Pid;
+use larder_worker::worker_process::{AnswerError, WorkerCommand, WorkerProcess};
 use std::io;
-use std::os::fd::OwnedFd;
-use std::path::PathBuf;
-use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::UnixStream;
-use tokio::process::{Child, Command};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
 /// Maximum time of a rendering, the start of its worker included. Templates in use take
 /// milliseconds; the rest is for a busy machine.
 pub const RENDER_TIME_MAX: Duration = Duration::from_secs(5);
-/// Processor time of a rendering at full priority. Templates in use take milliseconds.
-const FULL_PRIORITY_TIME: Duration = Duration::from_millis(100);
 /// Maximum number of renderings at a time. With the workers' memory limit this bounds their memory
 /// to 2 GiB.
 pub const RENDERINGS_MAX: usize = 4;
-/// Maximum number of renderings among them that have taken [`FULL_PRIORITY_TIME`].
+/// Maximum number of renderings among them that have become slow.
 const SLOW_RENDERINGS_MAX: usize = RENDERINGS_MAX / 2;
 /// Time for which a model counts as slow after a slow rendering. It bounds how often a looping
 /// template takes a place of the others.
@@ -71,26 +67,9 @@ const CHARGE_BYTES: usize = 1 << 10;
 const TEXT_BYTES_FREE: usize = 16 << 10;
 /// Longest conversation that is written as JSON at full priority, in bytes.
 const FULL_PRIORITY_BYTES_MAX: usize = 64 << 10;
-/// Size of the buffer for a text that is read and dropped, in bytes.
-const DISCARD_BYTES: usize = 64 << 10;
 /// Maximum text of a template beyond the contents of the messages and the limit of a prompt: room
 /// for the kind of an answer and an error message.
 const ANSWER_BYTES_SPARE: usize = 64 << 10;
-
-/// Command that runs [`larder_model::template_worker::run`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WorkerCommand {
-    pub program: PathBuf,
-    pub arguments: Vec<String>,
-}
-
-impl Default for WorkerCommand {
-    /// This program, with the hidden command of `larder`. The link in /proc names the running
-    /// program even after an update has replaced its file.
-    fn default() -> Self {
-        Self { program: "/proc/self/exe".into(), arguments: vec!["template-worker".into()] }
-    }
-}
 
 #[derive(Debug, Error)]
 pub enum ChatError {
@@ -144,12 +123,14 @@ pub struct TextCharge {
     _charge: Option<PeerCharge>,
 }
 
-/// Chat template of a model, and its worker. Or a worker that tries out constraints.
+/// Chat template of a model, and its worker.
 pub struct ChatRenderer {
     workers: Arc<TemplateWorkers>,
     model: String,
     task: WorkerTask,
     waiting: Arc<PeerBudget>,
+    /// Line in front of the worker. A peer has one request in it, and its others wait behind that.
+    line: PeerLane,
     /// End of the time for which the model counts as slow.
     slow_until: Mutex<Option<Instant>>,
     /// `None` before the first rendering and after a failure. The lock is held during a rendering.
@@ -183,8 +164,7 @@ impl Room<'_> {
 
 /// A worker process. Dropping it kills the process.
 struct Worker {
-    socket: UnixStream,
-    child: Child,
+    process: WorkerProcess,
     /// Place among the slow renderings. The worker then has a lower priority for good.
     slow: Option<OwnedSemaphorePermit>,
 }
@@ -202,6 +182,15 @@ enum ExchangeError {
 impl From<io::Error> for ExchangeError {
     fn from(_: io::Error) -> Self {
         Self::Failed
+    }
+}
+
+impl From<AnswerError> for ExchangeError {
+    fn from(error: AnswerError) -> Self {
+        match error {
+            AnswerError::Failed => Self::Failed,
+            AnswerError::Stopped => Self::Crowded,
+        }
     }
 }
 
@@ -250,19 +239,12 @@ impl Received {
 
 impl ChatRenderer {
     pub fn new(workers: Arc<TemplateWorkers>, model: String, template: ChatTemplateSource) -> Self {
-        Self::for_task(workers, model, WorkerTask::Template(template))
-    }
-
-    pub(crate) fn for_constraints(workers: Arc<TemplateWorkers>) -> Self {
-        Self::for_task(workers, String::new(), WorkerTask::Constraints)
-    }
-
-    fn for_task(workers: Arc<TemplateWorkers>, model: String, task: WorkerTask) -> Self {
         Self {
             workers,
             model,
-            task,
+            task: WorkerTask::Template(template),
             waiting: PeerBudget::new(WAITING_MAX),
+            line: PeerLane::new(1, 1),
             slow_until: Mutex::default(),
             worker: tokio::sync::Mutex::default(),
             failure_lines: LogLimit::default(),
@@ -297,21 +279,12 @@ impl ChatRenderer {
         self.limited(deadline, Some(Job { request, answer_bytes_max, peer })).await
     }
 
-    /// Tries out a constraint, given as JSON.
-    pub(crate) async fn try_constraint(
-        &self,
-        request: Vec<u8>,
-        peer: PeerAddress,
-        deadline: Instant,
-    ) -> Result<(), ChatError> {
-        self.limited(deadline, Some(Job { request, answer_bytes_max: ANSWER_BYTES_SPARE, peer })).await.map(drop)
-    }
-
     /// Waits for the worker, starts it if there is none, and has it run `job`.
     async fn limited(&self, deadline: Instant, job: Option<Job>) -> Result<RenderedText, ChatError> {
         let peer = job.as_ref().map(|job| job.peer).unwrap_or_default();
         let _waiting = self.waiting.of(peer).take(1).ok_or(ChatError::Busy)?;
         let late = |_| ChatError::Deadline;
+        let _turn = tokio::time::timeout_at(deadline, self.line.enter(peer, 1)).await.map_err(late)?;
         let mut place = tokio::time::timeout_at(deadline, self.worker.lock()).await.map_err(late)?;
         let mut slow = if self.is_slow() { Some(self.slow_place(deadline).await?) } else { None };
         loop {
@@ -347,8 +320,7 @@ impl ChatRenderer {
 
     /// True for a template of which a rendering was slow a moment ago.
     fn is_slow(&self) -> bool {
-        let is_template = matches!(self.task, WorkerTask::Template(_));
-        is_template && self.slow_until.lock().is_some_and(|until| until >= Instant::now())
+        self.slow_until.lock().is_some_and(|until| until >= Instant::now())
     }
 
     /// Waits for a place among the slow renderings.
@@ -390,7 +362,8 @@ impl ChatRenderer {
     }
 
     async fn start(&self, room: &mut Room<'_>) -> Result<(Worker, Received), RunError> {
-        let mut worker = Worker::spawn(&self.workers.command).map_err(ChatError::Start)?;
+        let process = WorkerProcess::spawn(&self.workers.command).map_err(ChatError::Start)?;
+        let mut worker = Worker { process, slow: None };
         let request = serde_json::to_vec(&self.task).map_err(|error| ChatError::Start(error.into()))?;
         let job = Job { request, answer_bytes_max: ANSWER_BYTES_SPARE, peer: PeerAddress::default() };
         let compiled = worker.exchange(&job, room).await?;
@@ -400,8 +373,6 @@ impl ChatRenderer {
     fn note(&self, error: &ChatError) {
         match error {
             ChatError::Start(_) => {}
-            // The client learns of its own constraint. It is no matter for the operator.
-            _ if self.task == WorkerTask::Constraints => return,
             ChatError::Exceeded => self.workers.metrics.count_template_stop(),
             // The template's own refusals are answers to the client.
             _ => return,
@@ -414,97 +385,23 @@ impl ChatRenderer {
 }
 
 impl Worker {
-    fn spawn(command: &WorkerCommand) -> io::Result<Worker> {
-        let (ours, theirs) = std::os::unix::net::UnixStream::pair()?;
-        ours.set_nonblocking(true)?;
-        let child = Command::new(&command.program)
-            .args(&command.arguments)
-            .env_clear()
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            // Ctrl-C in a terminal must not end it before the chats that it renders.
-            .process_group(0)
-            .kill_on_drop(true)
-            .spawn()?;
-        Ok(Worker { socket: UnixStream::from_std(ours)?, child, slow: None })
-    }
-
     /// Sends a request and receives its answer. Drops the answer if there is no room for its text.
     /// Fails if the worker ends, for lack of memory for example.
     async fn exchange(&mut self, job: &Job, room: &mut Room<'_>) -> Result<Received, ExchangeError> {
-        self.begin(job).await.map_err(|_| ExchangeError::Ended)?;
-        let header = self.answer_header(room).await?;
-        let bytes = frame_len(header, job.answer_bytes_max)?;
+        self.process.begin(&job.request).await.map_err(|_| ExchangeError::Ended)?;
+        let slow = &mut self.slow;
+        let may_go_on = || {
+            *slow = room.become_slow();
+            slow.is_some()
+        };
+        let bytes = self.process.answer_len(job.answer_bytes_max, may_go_on).await?;
         // Before the memory is allocated.
         let counted = if bytes > TEXT_BYTES_FREE { bytes } else { 0 };
         // At once: a worker that waits with its answer would keep other chats from rendering.
         let Some(charge) = room.texts.take(counted.div_ceil(CHARGE_BYTES)) else {
-            return Ok(Received::Discarded { is_worn: self.discard(bytes).await? });
+            return Ok(Received::Discarded { is_worn: self.process.discard(bytes).await? });
         };
-        let mut answer = vec![0; bytes];
-        self.socket.read_exact(&mut answer).await?;
-        Ok(Received::Answer(Answer::decode(answer)?, TextCharge { _charge: Some(charge) }))
+        let answer = self.process.answer(bytes).await?;
+        Ok(Received::Answer(answer, TextCharge { _charge: Some(charge) }))
     }
-
-    /// Waits for the header of an answer. Lowers the priority of a worker that takes long for it.
-    async fn answer_header(&mut self, room: &mut Room<'_>) -> Result<[u8; 4], ExchangeError> {
-        let process = self.child.id().ok_or(ExchangeError::Failed)?;
-        let before = processor_time(process);
-        let mut header = [0; 4];
-        let read = self.socket.read_exact(&mut header);
-        tokio::pin!(read);
-        loop {
-            if let Ok(result) = tokio::time::timeout(FULL_PRIORITY_TIME, &mut read).await {
-                return Ok(result.map(|_| header)?);
-            }
-            // By the wall's clock a busy machine would slow honest conversations, too.
-            let taken = processor_time(process).saturating_sub(before);
-            if self.slow.is_none() && taken >= FULL_PRIORITY_TIME {
-                self.slow = Some(room.become_slow().ok_or(ExchangeError::Crowded)?);
-                threads(process).for_each(|thread| give_way(Some(thread)));
-            }
-        }
-    }
-
-    /// Sends a request and waits until the worker has received it. A failed write alone would not
-    /// tell whether the worker began: a process that ends closes its socket late.
-    async fn begin(&mut self, job: &Job) -> io::Result<()> {
-        self.socket.write_all(&frame_header(job.request.len())?).await?;
-        self.socket.write_all(&job.request).await?;
-        match self.socket.read_u8().await? {
-            BEGUN => Ok(()),
-            _ => Err(io::ErrorKind::InvalidData.into()),
-        }
-    }
-
-    /// Reads an answer of `bytes` bytes and drops it, so that the worker can run the next job.
-    /// Returns `true` if the worker asks to be replaced.
-    async fn discard(&mut self, bytes: usize) -> io::Result<bool> {
-        let mut piece = vec![0; bytes.min(DISCARD_BYTES)];
-        let mut left = bytes;
-        let mut is_worn = None;
-        while left > 0 {
-            let size = left.min(DISCARD_BYTES);
-            self.socket.read_exact(&mut piece[..size]).await?;
-            is_worn = is_worn.or_else(|| Answer::is_worn_in(&piece));
-            left -= size;
-        }
-        Ok(is_worn.unwrap_or(true))
-    }
-}
-
-/// Threads of a process. None once it has ended.
-fn threads(process: u32) -> impl Iterator<Item = Pid> {
-    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten();
-    tasks.filter_map(|task| Pid::from_raw(task.ok()?.file_name().to_str()?.parse().ok()?))
-}
-
-fn processor_time(process: u32) -> Duration {
-    let time = |thread: Pid| {
-        let thread = thread.as_raw_nonzero();
-        let stat = std::fs::read_to_string(format!("/proc/{process}/task/{thread}/schedstat")).ok()?;
-        stat.split(' ').next()?.parse().ok().map(Duration::from_nanos)
-    };
-    threads(process).filter_map(time).sum()
 }

@@ -37,13 +37,14 @@ impl<'a> From<(&'a str, &'a str)> for Candidate<'a> {
     }
 }
 
-/// Attempt that is running.
+/// Attempt that is running. It counts against all slots. Among those with the same `is_known`, it
+/// also counts against the share of its host.
 struct Attempt {
     host: String,
     is_known: bool,
 }
 
-/// Last failure of a name.
+/// Last failure of a name. The name is due again when `backoff` has passed since `at`.
 struct Failure {
     at: Instant,
     backoff: Duration,
@@ -68,6 +69,8 @@ impl Waiting {
     }
 }
 
+/// Slots for attempts, and the names that wait for them. A name stays in the table until it
+/// succeeds or [`Turns::retain`] rejects it.
 pub(crate) struct Turns {
     slots: usize,
     slots_per_host: usize,
@@ -83,12 +86,14 @@ impl Turns {
         Self { slots, slots_per_host, reserved: 0, waiting: HashMap::new(), running: HashMap::new() }
     }
 
-    /// Leaves this number of slots to known engines, and as many to the others.
+    /// Leaves this number of slots to known engines, and as many to the others. The number must be
+    /// lower than that of the slots, or no attempt would ever begin.
     pub(crate) fn with_reserved(self, reserved: usize) -> Self {
         Self { reserved, ..self }
     }
 
-    /// Forgets the names that `is_known` rejects. A running attempt keeps its slot.
+    /// Forgets the names that `is_known` rejects. A running attempt keeps its slot. A name that
+    /// returns starts without a backoff.
     pub(crate) fn retain(&mut self, is_known: impl Fn(&str) -> bool) {
         self.waiting.retain(|name, _| is_known(name));
     }
@@ -128,7 +133,8 @@ impl Turns {
         begun
     }
 
-    /// Gives the slot of `name` back. A name that succeeded starts anew.
+    /// Gives the slot of `name` back. A name that succeeded starts anew. One that failed waits for
+    /// its backoff: 250 ms, doubled with each further failure, up to 5 s.
     pub(crate) fn ended(&mut self, name: &str, has_succeeded: bool, now: Instant) {
         self.running.remove(name);
         if has_succeeded {
@@ -150,7 +156,8 @@ impl Turns {
     }
 }
 
-/// Host of an engine's URL.
+/// Host of an engine's URL. Empty for a URL that is not valid or names no host. All such engines
+/// share the slots of one host.
 pub(crate) fn host_of(url: &str) -> String {
     let parsed = reqwest::Url::parse(url).ok();
     parsed.and_then(|url| url.host_str().map(str::to_string)).unwrap_or_default()

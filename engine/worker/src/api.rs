@@ -3,6 +3,7 @@
 //! Every body is JSON. `/v1/decode` answers with newline-delimited JSON, one [`DecodeEvent`] per
 //! line. These types are the only specification of the interface.
 
+use crate::request_memory::request_bytes;
 use axum::http::Uri;
 use axum::http::uri::Authority;
 use larder_format::NamespaceDescriptor;
@@ -296,6 +297,29 @@ pub struct EngineInfo {
     /// Maximum number of tokens of prompt and answer together.
     pub max_context: u32,
     pub page_tokens: u32,
+    /// Maximum memory of the requests of one address, in bytes. 0 if the engine is of an older
+    /// version.
+    #[serde(default)]
+    pub request_bytes_max: u64,
+    /// Maximum number of requests of one address: those that wait for pages, and those that hold
+    /// some. 0 if the engine is of an older version.
+    #[serde(default)]
+    pub requests_max: u32,
+}
+
+impl EngineInfo {
+    /// Number of requests that an idle engine takes from one address at a time, at least 1. Each
+    /// has `tokens` tokens, and `parameter_bytes` bytes of other parameters. `None` if the engine
+    /// does not tell.
+    pub fn requests_at_once(&self, tokens: usize, parameter_bytes: usize) -> Option<usize> {
+        if self.request_bytes_max == 0 || self.requests_max == 0 {
+            return None;
+        }
+        let bytes = request_bytes(tokens, parameter_bytes, self.page_tokens as usize) as u64;
+        // A request that is larger than any share is served alone.
+        let of_memory = (self.request_bytes_max / bytes).max(1);
+        usize::try_from(of_memory.min(u64::from(self.requests_max))).ok()
+    }
 }
 
 /// Load of an engine: the answer of [`PATH_STATE`]. Readers must ignore unknown fields, so that new

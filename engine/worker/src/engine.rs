@@ -7,21 +7,27 @@
 
 use crate::api::{EngineInfo, EngineState, MemoryMax, Role};
 use crate::batch::StepLimits;
+use crate::forgets::ForgetBudget;
 use crate::guides::Guides;
 use crate::http::{self, AppState};
+use crate::l3_reads::L3Reads;
 use crate::metrics::Metrics;
+use crate::node_store::NodeStore;
 use crate::options::{EngineOptions, OptionsError, Preloaded, context_limit};
 use crate::publish::Publisher;
-use crate::request_memory::{RequestBudget, requests_bytes_max};
-use crate::scheduler::{Scheduler, SchedulerContext, SchedulerEvent, SchedulerLimits};
+use crate::redis_store::RedisStore;
+use crate::redis_store::url::EngineStore;
+use crate::request_memory::{RequestBudget, guides_bytes_max, requests_bytes_max};
+use crate::scheduler::{Scheduler, SchedulerContext, SchedulerEvent, SchedulerLimits, running_places};
 use crate::store::{PUT_QUEUE_BYTES_MAX, PageStore};
 use crate::{memory_plan, republish, scrub};
 use axum::body::Bytes;
+use futures::future::BoxFuture;
 use larder_client::{Client, ClientOptions, Member, Registration};
 use larder_format::NamespaceDescriptor;
 use larder_format::codec::DecodeError;
 use larder_http::{AllowedHosts, HttpOptions, HttpServer, PeerBudget};
-use larder_model::{ForwardError, KvPool, LoadError, Model, Tokenizer, TokenizerError, numerics, speed};
+use larder_model::{ForwardError, LoadError, Model, Tokenizer, TokenizerError, numerics, speed};
 use larder_runtime::lock::Mutex;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -30,7 +36,6 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 use thiserror::Error;
-use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -89,7 +94,14 @@ impl Engine {
     /// Starts an engine attached to the store at `options.store` and registers it there. Must run
     /// inside a tokio runtime. An unreachable store delays the start by one connection timeout; the
     /// engine then computes all pages itself until a node answers.
-    pub async fn start(mut options: EngineOptions) -> Result<EngineHandle, EngineError> {
+    // Boxed and never inlined. The compiler generates the code of an `async fn` in each crate that
+    // polls it: the whole engine, in every test program.
+    #[inline(never)]
+    pub fn start(options: EngineOptions) -> BoxFuture<'static, Result<EngineHandle, EngineError>> {
+        Box::pin(Engine::start_registered(options))
+    }
+
+    async fn start_registered(mut options: EngineOptions) -> Result<EngineHandle, EngineError> {
         options.validate()?;
         let (loaded, descriptor) = prepare(&mut options).await?;
         let name = format!("{}-{:08x}", options.role, rand::random::<u32>());
@@ -99,25 +111,54 @@ impl Engine {
             put_queue_bytes_max: PUT_QUEUE_BYTES_MAX,
             ..ClientOptions::default()
         };
-        let client = Client::attach(options.store.clone(), Some(descriptor.clone()), client_options);
-        // Wait, so that the first requests find stored pages. An unreachable store costs the
-        // timeout once.
-        client.ready(CONNECT_TIMEOUT).await;
-        let mut handle = launch(options, loaded, descriptor, Arc::new(client.clone())).await?;
+        let reads_l3 = options.l3_path.is_direct(loaded.model.device());
+        let (store, directory) = attach(&options, &descriptor, reads_l3, client_options).await;
+        let mut handle = launch(options, loaded, descriptor, store).await?;
         let info = serde_json::to_value(handle.info()).unwrap_or_default();
-        handle.registration = Some(client.register(Member { name, info }));
+        match directory {
+            Some(directory) => handle.registration = Some(directory.register(Member { name, info })),
+            None => tracing::info!("registered nowhere: no router finds this engine; set --register if one should"),
+        }
         tracing::info!(url = %handle.info().url, role = %handle.info().role, "engine is serving requests");
         Ok(handle)
     }
 
     /// Starts an engine over any [`PageStore`], without registration. Tests use it.
-    pub async fn start_with_store(
+    // Boxed and never inlined: see `Engine::start`.
+    #[inline(never)]
+    pub fn start_with_store(
         mut options: EngineOptions,
         store: Arc<dyn PageStore>,
-    ) -> Result<EngineHandle, EngineError> {
-        options.validate()?;
-        let (loaded, descriptor) = prepare(&mut options).await?;
-        launch(options, loaded, descriptor, store).await
+    ) -> BoxFuture<'static, Result<EngineHandle, EngineError>> {
+        Box::pin(async move {
+            options.validate()?;
+            let (loaded, descriptor) = prepare(&mut options).await?;
+            launch(options, loaded, descriptor, store).await
+        })
+    }
+}
+
+/// Attaches to the store of an engine, and to the nodes at which it registers itself. Waits for the
+/// store, so that the first requests find stored pages. An unreachable one costs the timeout once.
+async fn attach(
+    options: &EngineOptions,
+    descriptor: &NamespaceDescriptor,
+    reads_l3: bool,
+    client_options: ClientOptions,
+) -> (Arc<dyn PageStore>, Option<Client>) {
+    match options.store.clone() {
+        EngineStore::Larder(url) => {
+            let client = Client::attach(url, Some(descriptor.clone()), client_options);
+            client.ready(CONNECT_TIMEOUT).await;
+            let l3_reads = reads_l3.then(|| L3Reads::new(descriptor.geometry.page_bytes()));
+            (Arc::new(NodeStore::new(client.clone(), l3_reads)), Some(client))
+        }
+        EngineStore::Redis(url) => {
+            let directory = options.register.clone().map(|nodes| Client::attach(nodes, None, client_options));
+            let store = RedisStore::attach(url, descriptor);
+            store.ready(CONNECT_TIMEOUT).await;
+            (Arc::new(store), directory)
+        }
     }
 }
 
@@ -143,7 +184,7 @@ async fn prepare(options: &mut EngineOptions) -> Result<(Preloaded, NamespaceDes
     let numerics = numerics_of(options, &loaded.model).await?;
     let descriptor = NamespaceDescriptor {
         model: options.name(),
-        weights: numerics::bind(loaded.model.fingerprint(), &numerics),
+        weights: numerics::bind(loaded.model.fingerprint(), &loaded.model.kernels(), &numerics),
         geometry,
         tenant: options.tenant.clone(),
     };
@@ -155,13 +196,45 @@ async fn numerics_of(options: &EngineOptions, model: &Arc<Model>) -> Result<Stri
     if let Some(declared) = &options.numerics {
         return Ok(declared.clone());
     }
-    let model = model.clone();
-    let page_tokens = options.page_tokens;
+    let (probed, page_tokens) = (model.clone(), options.page_tokens);
     // A forward pass takes up to seconds.
-    let measured = tokio::task::spawn_blocking(move || numerics::measure(&model, page_tokens));
+    let measured = tokio::task::spawn_blocking(move || numerics::measure(&probed, page_tokens));
     let measured = measured.await.map_err(|_| EngineError::Loader)??;
-    tracing::info!(numerics = %measured, "measured the rounding of the kernels; only engines with the same numerics share pages");
+    tracing::info!(
+        numerics = %measured,
+        activations = if model.device().is_some() { "those of the device" } else { model.activations() },
+        "measured the rounding of the kernels; only engines with the same numerics share pages"
+    );
     Ok(measured)
+}
+
+/// Number of pages of L1. A model on a device limits it, because the device holds a copy of each
+/// page that a step uses. The largest step must fit beside the pages.
+async fn reserve_pages(options: &EngineOptions, model: &Arc<Model>) -> Result<usize, EngineError> {
+    let page_tokens = options.page_tokens;
+    let page_bytes = model.geometry(page_tokens).page_bytes();
+    let wanted = options.l1_pages(page_bytes)?;
+    let Some(device) = model.device() else {
+        tracing::info!("the CPU computes the model");
+        return Ok(wanted);
+    };
+    tracing::info!(kind = device.kind, ordinal = device.ordinal, name = %device.name, "a device computes the model");
+    let on_device = model.clone();
+    let context = context_limit(model, wanted, page_tokens) as usize;
+    let (rows, logit_rows) = memory_plan::step_rows_max(options, context);
+    // A driver may take a second for gigabytes.
+    let reserved = tokio::task::spawn_blocking(move || -> Result<usize, LoadError> {
+        let pages = on_device.reserve_pages(page_tokens, wanted)?;
+        on_device.check_pass(page_tokens, rows, logit_rows)?;
+        Ok(pages)
+    });
+    let pages = reserved.await.map_err(|_| EngineError::Loader)??;
+    if pages < wanted {
+        tracing::warn!(pages, wanted, "L1 is smaller than asked for: the memory of the device holds no more pages");
+    }
+    // The requirement of two pages also holds for what the device has room for.
+    let l1_bytes = pages.saturating_mul(page_bytes);
+    Ok(EngineOptions { l1_bytes, ..options.clone() }.l1_pages(page_bytes)?)
 }
 
 /// Measures the speed of the forward pass. 0 if it cannot be measured: decode engines then wait for
@@ -179,7 +252,7 @@ async fn launch(
     store: Arc<dyn PageStore>,
 ) -> Result<EngineHandle, EngineError> {
     let geometry = descriptor.geometry;
-    let capacity_pages = options.l1_pages(geometry.page_bytes())?;
+    let capacity_pages = reserve_pages(&options, &loaded.model).await?;
     let plan = memory_plan::of(&options, &loaded.model);
     if let Some(warning) = plan.check(larder_memory::machine::total()).map_err(EngineError::MemoryPlan)? {
         tracing::warn!("{warning} [LRD0106]");
@@ -187,16 +260,22 @@ async fn launch(
     tracing::info!(bytes = plan.total(), "memory of this engine, at most: {plan}");
     let listen_error = |source| EngineError::Listen { address: options.listen, source };
     // Bind before building the pool: a taken port should fail fast.
-    let listener = TcpListener::bind(options.listen).await.map_err(listen_error)?;
-    let address = listener.local_addr().map_err(listen_error)?;
+    let (listener, address) = larder_http::listen(options.listen).map_err(listen_error)?;
+    let max_context = context_limit(&loaded.model, capacity_pages, options.page_tokens);
+    let requests_bytes = requests_bytes_max(options.max_batch, max_context as usize, options.page_tokens as usize);
+    let memory = RequestBudget::new(requests_bytes, guides_bytes_max(options.max_batch), options.page_tokens);
+    let queue = PeerBudget::new(options.queue_max);
+    let requests_max = queue.units_max_of_peer().saturating_add(running_places(options.max_batch).units_max_of_peer());
     let info = EngineInfo {
         role: options.role,
         url: options.advertise.clone().unwrap_or_else(|| format!("http://{address}")),
         model: options.name(),
         descriptor,
         numerics: options.numerics.clone().unwrap_or_default(),
-        max_context: context_limit(&loaded.model, capacity_pages, options.page_tokens),
+        max_context,
         page_tokens: options.page_tokens,
+        request_bytes_max: memory.bytes_max_of_peer(),
+        requests_max: u32::try_from(requests_max).unwrap_or(u32::MAX),
     };
     let metrics = Arc::new(Metrics::new(options.role));
     metrics.show_memory_max(&plan);
@@ -211,7 +290,7 @@ async fn launch(
     let commits = publisher.commits().clone();
     let scheduler = Scheduler::new(SchedulerContext {
         model: loaded.model.clone(),
-        pool: KvPool::new(geometry, capacity_pages),
+        pool: loaded.model.page_pool(options.page_tokens, capacity_pages),
         store: store.clone(),
         publisher,
         metrics: metrics.clone(),
@@ -224,13 +303,13 @@ async fn launch(
         events,
         sender: sender.clone(),
     });
+    let trials = options.constraint_trials.clone();
     let eos_tokens = eos_tokens(&loaded);
     let vocab = loaded.model.config().vocab;
-    let requests_bytes = requests_bytes_max(options.max_batch, info.max_context as usize, options.page_tokens as usize);
     let app = Arc::new(AppState {
         vocab,
         request_timeout: options.request_timeout,
-        guides: Guides::new(loaded.tokenizer.clone(), vocab, eos_tokens.clone()),
+        guides: Guides::new(loaded.tokenizer.clone(), vocab, eos_tokens.clone(), memory.guides(), trials),
         eos_tokens,
         tokenizer: loaded.tokenizer,
         files: model_files(&options.model_dir),
@@ -239,9 +318,10 @@ async fn launch(
         state,
         store: store.clone(),
         commits,
-        queue: PeerBudget::new(options.queue_max),
+        queue,
         constrained: PeerBudget::new(options.queue_max),
-        memory: RequestBudget::new(requests_bytes, options.page_tokens),
+        memory,
+        forgets: ForgetBudget::new(max_context as usize, options.page_tokens as usize),
         memory_max: MemoryMax::from(&plan),
         sender: sender.clone(),
         next_id: AtomicU64::new(1),
@@ -252,8 +332,10 @@ async fn launch(
         .spawn(move || scheduler.run())
         .map_err(EngineError::Thread)?;
     // Not in the task tracker: it ends with `stop`, and shutdown need not wait for it.
+    tokio::spawn(metrics.event_loop.clone().watch(stop.clone()));
     tokio::spawn(watch_store(store, metrics.clone(), stop.clone()));
-    tokio::spawn(republish::run(unpublished_pages, sender.clone(), metrics.clone(), stop.clone()));
+    let waiting_max = republish::waiting_max(capacity_pages);
+    tokio::spawn(republish::run(unpublished_pages, waiting_max, sender.clone(), metrics.clone(), stop.clone()));
     tokio::spawn(scrub::run(sender, geometry.page_bytes(), metrics, stop.clone()));
     let server = http_server(options.http, &app);
     let server = tokio::spawn(server.serve(listener, http::router(app.clone()), stop.clone(), SHUTDOWN_STEP_TIMEOUT));
@@ -309,8 +391,12 @@ fn http_server(options: HttpOptions, app: &AppState) -> HttpServer {
 /// once, not each sample.
 async fn watch_store(store: Arc<dyn PageStore>, metrics: Arc<Metrics>, stop: CancellationToken) {
     let mut was_up = None;
+    let mut damaged = 0;
     loop {
         let nodes = store.nodes_connected();
+        let damaged_by_now = store.pages_damaged();
+        metrics.store_damaged_pages.inc_by(damaged_by_now - damaged);
+        damaged = damaged_by_now;
         metrics.store_nodes.set(nodes as i64);
         let up = nodes > 0;
         if was_up != Some(up) {

@@ -6,8 +6,8 @@
 //! - When a client disconnects, the scheduler learns of it at once, whatever the state of the
 //!   request.
 //! - Every wait for the scheduler ends shortly after the request's deadline.
-//! - No peer takes all places of the queue, all memory of requests, or all compilations of
-//!   constraints.
+//! - No peer takes all places of the queue, all memory of requests and forgets, or all compilations
+//!   of constraints. The scheduler divides the places of running requests.
 
 use crate::api::{
     self, ApiError, CONTENT_TYPE_NDJSON, CacheMode, DecodeEvent, DecodeRequest, EngineInfo, EngineState, ErrorCode,
@@ -17,7 +17,8 @@ use crate::api::{
     SamplingParams,
 };
 use crate::commits::Commits;
-use crate::guides::Guides;
+use crate::forgets::ForgetBudget;
+use crate::guides::{Guides, StartedGuide};
 use crate::metrics::{Metrics, RequestOutcome};
 use crate::request_memory::{RequestBudget, RequestMemory, RequestSize};
 use crate::scheduler::{RETRY_AFTER_MS, SchedulerEvent};
@@ -29,12 +30,11 @@ use axum::extract::{FromRequest, Json, Path, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use larder_format::{PageKey, page_keys};
 use larder_http::{PeerAddress, PeerBudget, PeerCharge, Refusal, RequestBody};
-use larder_model::{Guide, Tokenizer};
+use larder_model::Tokenizer;
 use larder_runtime::lock::Mutex;
 use serde::de::DeserializeOwned;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -51,6 +51,8 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(30);
 /// Slack beyond a request's deadline before the handler abandons it. The scheduler enforces the
 /// deadline, so only a stuck scheduler makes this expire.
 const RESPONSE_GRACE: Duration = Duration::from_secs(1);
+/// Maximum time until a constraint is compiled, with its wait for others.
+const CONSTRAINT_TIME_MAX: Duration = Duration::from_secs(600);
 /// Largest body parsed on the event loop, in bytes. Larger bodies would delay other connections and
 /// go to a blocking thread.
 const PARSE_INLINE_BYTES_MAX: usize = 256 << 10;
@@ -77,6 +79,7 @@ pub(crate) struct AppState {
     /// so slow constraints delay no other request.
     pub(crate) constrained: Arc<PeerBudget>,
     pub(crate) memory: RequestBudget,
+    pub(crate) forgets: ForgetBudget,
     pub(crate) memory_max: MemoryMax,
     pub(crate) sender: flume::Sender<SchedulerEvent>,
     pub(crate) next_id: AtomicU64,
@@ -164,6 +167,7 @@ impl Drop for CallerGuard {
 }
 
 struct RequestParams {
+    peer: PeerAddress,
     request_id: String,
     tokens: Vec<u32>,
     cache: CacheMode,
@@ -183,7 +187,7 @@ async fn prefill(
 ) -> Result<Json<PrefillResponse>, ApiError> {
     let Received { request, peer, body_bytes } = app.accept(body).await?;
     let PrefillRequest { request_id, tokens, cache, deadline_ms } = request;
-    let params = RequestParams { request_id, tokens, cache, deadline_ms };
+    let params = RequestParams { peer, request_id, tokens, cache, deadline_ms };
     app.check(&params).map_err(|e| app.refused(e))?;
     let pages = (params.tokens.len() - 1) / app.info.page_tokens as usize;
     // No whole page to publish: answer without the scheduler.
@@ -204,28 +208,26 @@ async fn forget(
     State(app): State<Arc<AppState>>,
     body: Result<RequestBody, BodyRejection>,
 ) -> Result<Json<ForgetResponse>, ApiError> {
-    let Received { request, .. } = app.accept(body).await?;
+    let Received { request, peer, .. } = app.accept(body).await?;
     let ForgetRequest { tokens, hold_ms, deadline_ms } = request;
     if hold_ms > FORGET_HOLD_MS_MAX {
         let message = format!("hold_ms is {hold_ms}; it must be at most {FORGET_HOLD_MS_MAX}");
         return Err(ApiError::new(ErrorCode::BadRequest, message));
     }
     let deadline = tokio::time::Instant::now() + Duration::from_millis(deadline_ms).min(app.request_timeout);
-    let context = app.info.max_context as usize;
-    let page_tokens = app.info.page_tokens as usize;
-    // Hashing millions of tokens takes longer than the event loop may wait.
-    let hashed = tokio::task::spawn_blocking(move || forgettable(&tokens, context, page_tokens));
+    let forget = app.forgets.begin(peer, tokens, hold_ms > 0).ok_or_else(|| {
+        ApiError::busy("too many forgets of your address are in progress; retry later", RETRY_AFTER_MS)
+    })?;
+    // Hashing a long prefix takes longer than the event loop may wait.
+    let hashed = tokio::task::spawn_blocking(move || forget.keys());
     let keys = Arc::new(hashed.await.map_err(|_| engine_stopped())?);
     let forgetting = async {
         let (reply, dropped) = oneshot::channel();
         let event = SchedulerEvent::Forget { keys: keys.clone(), hold: Duration::from_millis(hold_ms), reply };
         app.sender.send_async(event).await.map_err(|_| engine_stopped())?;
-        let pages = dropped
-            .await
-            .map_err(|_| engine_stopped())?
-            .ok_or_else(|| ApiError::busy("too many forgets are in progress; retry later", RETRY_AFTER_MS))?;
+        let pages = dropped.await.map_err(|_| engine_stopped())?;
         // After the scheduler has dropped the pages, no new put of them begins.
-        app.commits.wait_for(&keys).await;
+        app.commits.wait_for(keys.get()).await;
         Ok(Json(ForgetResponse { pages: pages as u32 }))
     };
     tokio::time::timeout_at(deadline, forgetting).await.unwrap_or_else(|_| {
@@ -253,7 +255,7 @@ async fn decode(
 ) -> Result<Response, ApiError> {
     let Received { request, peer, body_bytes } = app.accept(body).await?;
     let DecodeRequest { request_id, tokens, sampling, await_pages, cached_pages, cache, deadline_ms } = request;
-    let mut params = RequestParams { request_id, tokens, cache, deadline_ms };
+    let mut params = RequestParams { peer, request_id, tokens, cache, deadline_ms };
     app.check(&params).and_then(|()| app.check_sampling(&sampling, params.tokens.len())).map_err(|e| app.refused(e))?;
     if sampling.prompt_logprobs.is_some() {
         // Pages have no logits, so the whole prompt is computed.
@@ -301,12 +303,6 @@ fn stream(first: DecodeEvent, answer: mpsc::Receiver<DecodeEvent>, caller: Calle
         },
     );
     ([(header::CONTENT_TYPE, CONTENT_TYPE_NDJSON)], Body::from_stream(lines)).into_response()
-}
-
-/// Keys of those pages of a prefix that this engine can hold. Bounds the memory of the holds: a
-/// body has room for many times the context.
-fn forgettable(tokens: &[u32], context: usize, page_tokens: usize) -> HashSet<PageKey> {
-    page_keys(&tokens[..tokens.len().min(context)], page_tokens).into_iter().collect()
 }
 
 fn engine_stopped() -> ApiError {
@@ -384,11 +380,12 @@ impl AppState {
         sampling: &SamplingParams,
         peer: PeerAddress,
         deadline_ms: u64,
-    ) -> Result<Option<Guide>, ApiError> {
+    ) -> Result<Option<StartedGuide>, ApiError> {
         let Some(constraint) = &sampling.constraint else { return Ok(None) };
         let _place = self.place(&self.constrained, peer)?;
         let limit = Duration::from_millis(deadline_ms).min(self.request_timeout);
-        let compiled = tokio::time::timeout(limit, self.guides.get(constraint, peer)).await;
+        let deadline = tokio::time::Instant::now() + limit.min(CONSTRAINT_TIME_MAX);
+        let compiled = tokio::time::timeout_at(deadline, self.guides.get(constraint, peer, deadline)).await;
         let late = || ApiError::new(ErrorCode::Deadline, "the constraint was not compiled within the request's time");
         compiled.map_err(|_| late())?.map(Some)
     }
@@ -428,6 +425,7 @@ impl AppState {
         let new = SequenceParams {
             // Relaxed: ids need to be unique and increasing only. The channel orders the requests.
             id: self.next_id.fetch_add(1, Ordering::Relaxed),
+            peer: params.peer,
             request_id: params.request_id,
             cache: params.cache,
             tokens: params.tokens,
@@ -471,16 +469,4 @@ async fn health(State(app): State<Arc<AppState>>) -> Result<&'static str, ApiErr
 async fn metrics(State(app): State<Arc<AppState>>) -> Response {
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, content_type)], app.metrics.encode()).into_response()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn forget_covers_no_more_pages_than_the_context() {
-        let tokens = [1; 1000];
-        assert_eq!(forgettable(&tokens, 100, 16).len(), 6);
-        assert_eq!(forgettable(&tokens[..40], 100, 16).len(), 2);
-    }
 }

@@ -18,25 +18,31 @@
 //!    and `republish` puts those again that the store did not take.
 //!
 //! Layout: [`api`] holds the types of the HTTP interface, which the router shares. [`store`] is the
-//! interface to the page store. `sequence` holds the states of a request and `pages` its pages.
-//! `sampling` is the work on the logits of a sequence, and `guides` compiles constraints.
-//! `commits` counts the puts in flight. `engine` starts and stops everything, with settings from
-//! `options`. `request_memory` bounds the memory of requests, and [`memory_plan`] adds up that of
-//! the engine. `metrics` defines the Prometheus metrics.
+//! interface to the page store, and [`redis_store`] implements it with a Redis server. `sequence`
+//! holds the states of a request and `pages` its pages. `sampling` is the work on the logits of a
+//! sequence, and `guides` compiles constraints. Before that, [`trials`] tries them out in a
+//! [`worker_process`]. Routers do so as well. `commits` counts the puts in flight. `engine`
+//! starts and stops everything, with settings from `options`. `request_memory` and `forgets` bound
+//! the memory of requests, and [`memory_plan`] adds up that of the engine. `metrics` defines the
+//! Prometheus metrics.
 
 pub mod api;
 mod batch;
 mod commits;
 mod engine;
+mod forgets;
 mod guides;
 mod http;
+mod l3_reads;
 mod load;
 pub mod memory_plan;
 mod metrics;
+mod node_store;
 mod options;
 mod pages;
 mod publish;
 mod radix;
+pub mod redis_store;
 mod republish;
 mod request_memory;
 mod sampling;
@@ -44,8 +50,12 @@ mod scheduler;
 mod scrub;
 mod sequence;
 pub mod store;
+pub mod trials;
+pub mod worker_process;
 
 pub use api::{EngineInfo, EngineState, Role};
 pub use engine::{Engine, EngineError, EngineHandle};
+pub use l3_reads::{L3Path, L3Reads};
 pub use metrics::metrics_registry;
 pub use options::{EngineOptions, OptionsError, Preloaded};
+pub use redis_store::url::{EngineStore, EngineStoreError, RedisUrl};

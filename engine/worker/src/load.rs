@@ -8,11 +8,14 @@
 //! - A load ends by the time limits of its [`LoadJob`], whatever the store does.
 //! - A follow without progress lasts no longer than the engine needs to compute the missing pages,
 //!   or [`FollowLimits::grace`] if that is longer. A reservation without bytes is no progress.
+//! - A follow that the store refuses for lack of memory says nothing about the writer. It begins
+//!   again when another follow of the load has its page, or after [`FOLLOW_REFUSED_DELAY`] without
+//!   another one. Without either, the first refused one does after [`FOLLOW_RETRY_DELAY`].
 //! - A page counts as loaded only if the store client has verified every byte of it.
 //! - A load never fails a request. The scheduler computes the pages that did not arrive.
 
 use crate::metrics::PageSource;
-use crate::store::{Fetched, Followed, LookupPurpose, PageStore};
+use crate::store::{Fetched, Followed, Got, LookupPurpose, PageStore};
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use larder_client::{Lookup, PartsReceived, Tier};
@@ -25,8 +28,12 @@ use std::time::{Duration, Instant};
 /// so a short window at the front keeps up with it.
 const FOLLOWS_MAX: usize = 64;
 /// Delay before an absent or aborted page is followed again. Another engine may have begun to write
-/// it.
+/// it. Also the longest time without a try while follows are refused: other clients may have given
+/// memory back.
 const FOLLOW_RETRY_DELAY: Duration = Duration::from_millis(50);
+/// Delay before a refused follow begins again, if the load has no other one whose end would free
+/// memory.
+const FOLLOW_REFUSED_DELAY: Duration = Duration::from_millis(10);
 /// Maximum time for a lookup. The store answers within milliseconds; beyond a second, recomputing
 /// is likely cheaper.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
@@ -134,18 +141,19 @@ pub(crate) async fn load(store: &dyn PageStore, job: LoadJob) -> Loaded {
     if readable > job.present {
         let wanted: Vec<(PageKey, KvPage)> =
             job.keys[job.present..readable].iter().copied().zip(buffers.drain(..readable - job.present)).collect();
-        for (offset, (page, fetched)) in store.get(wanted, deadline).await.into_iter().enumerate() {
+        for (offset, got) in store.get(wanted, deadline).await.into_iter().enumerate() {
             let index = job.present + offset;
-            match fetched {
-                Some(Fetched { tier, seal }) => {
-                    let page = SealedPage::received(page, seal);
-                    loaded.pages.push(LoadedPage { index, page, source: source_of(tier) });
+            match got {
+                Got::Hit(page, fetched) => {
+                    let source = source_of(&fetched);
+                    let page = SealedPage::received(page, fetched.seal);
+                    loaded.pages.push(LoadedPage { index, page, source });
                 }
                 // The store evicted the page after the lookup. It becomes a candidate for
                 // following.
-                None => {
+                Got::Miss(page) => {
                     missing.push_back(index);
-                    buffers.push_back(page);
+                    buffers.extend(page);
                 }
             }
         }
@@ -172,9 +180,10 @@ async fn look_up(store: &dyn PageStore, keys: &[PageKey], purpose: LookupPurpose
     lookup.await.unwrap_or_default()
 }
 
-fn source_of(tier: Tier) -> PageSource {
-    match tier {
+fn source_of(fetched: &Fetched) -> PageSource {
+    match fetched.tier {
         Tier::L2 => PageSource::L2,
+        Tier::L3 if fetched.is_direct => PageSource::L3Direct,
         Tier::L3 => PageSource::L3,
     }
 }
@@ -238,42 +247,67 @@ impl Follower<'_> {
         let limits = FollowLimits { until, ..self.limits };
         let mut running = FuturesUnordered::new();
         let mut unsealed: BTreeSet<usize> = waiting.iter().map(|(index, _)| *index).collect();
+        // Follows for which the store has memory, as far as is known.
+        let mut window = FOLLOWS_MAX;
+        let mut probe_at = tokio::time::Instant::now();
         loop {
-            while running.len() < FOLLOWS_MAX
+            while running.len() < window
                 && let Some((index, buffer)) = waiting.pop_front()
             {
                 // Start in order: the writer seals the first pages first.
                 running.push(self.follow(index, buffer, Duration::ZERO, until));
             }
             let give_up = tokio::time::Instant::from_std(writer.deadline(&limits, unsealed.len()));
-            let ended = tokio::time::timeout_at(give_up, running.next()).await;
+            // The follows in the window may wait for pages that no engine writes.
+            let probes = window < FOLLOWS_MAX && !waiting.is_empty() && probe_at < give_up;
+            let wait_end = if probes { probe_at } else { give_up };
+            let ended = tokio::time::timeout_at(wait_end, running.next()).await;
             let is_sending = writer.sees(self.parts.get(), Instant::now());
             let (index, page, end) = match ended {
                 Ok(Some(ended)) => ended,
+                Err(_) if probes => {
+                    window += 1;
+                    probe_at = tokio::time::Instant::now() + FOLLOW_RETRY_DELAY;
+                    continue;
+                }
                 // Parts of a page that is not complete yet.
                 Err(_) if is_sending && Instant::now() < until => continue,
                 Ok(None) | Err(_) => break,
             };
+            let is_refused = matches!(end, Followed::Refused);
             if let Followed::Sealed(seal) = end {
+                window = FOLLOWS_MAX.min(window + 1);
                 unsealed.remove(&index);
                 writer.progress = Instant::now();
                 writer.wrote = true;
-                // The engine writes pages in order, so an earlier unsealed page was lost.
-                let skipped = unsealed.first().is_some_and(|&first| first < index);
+                // The engine writes pages in order, so an earlier unsealed page was lost. One whose
+                // follow was refused may be sealed.
+                let refused = waiting.front().map(|(index, _)| *index);
+                let skipped = unsealed.first().is_some_and(|&first| first < index && refused != Some(first));
                 writer.suspect_since = skipped.then(|| writer.suspect_since.unwrap_or(writer.progress));
                 let page = SealedPage::received(page, seal);
                 loaded.pages.push(LoadedPage { index, page, source: PageSource::Followed });
                 continue;
             }
-            // An abort may mean that the writer died. Another engine may take over, so keep trying
-            // for a while.
-            writer.suspect_since.get_or_insert_with(Instant::now);
+            if is_refused && !running.is_empty() {
+                window = running.len();
+                probe_at = tokio::time::Instant::now() + FOLLOW_RETRY_DELAY;
+                let at = waiting.partition_point(|(other, _)| *other < index);
+                waiting.insert(at, (index, page));
+                continue;
+            }
+            let pause = if is_refused { FOLLOW_REFUSED_DELAY } else { FOLLOW_RETRY_DELAY };
+            if !is_refused {
+                // An abort may mean that the writer died. Another engine may take over, so keep
+                // trying for a while.
+                writer.suspect_since.get_or_insert_with(Instant::now);
+            }
             // Without a connected node no writer can deliver a page: compute at once.
             if Instant::now() >= until || self.store.nodes_connected() == 0 {
                 loaded.unused.push(page);
                 break;
             }
-            running.push(self.follow(index, page, FOLLOW_RETRY_DELAY, until));
+            running.push(self.follow(index, page, pause, until));
         }
         // Dropping a running follow returns its buffer to the pool once no transfer can touch it.
         loaded.unused.extend(waiting.drain(..).map(|(_, page)| page));
@@ -303,6 +337,134 @@ impl Follower<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::{OpenPut, PutSource};
+    use futures::future::BoxFuture;
+    use larder_client::NewPage;
+    use larder_format::{KvDtype, PageGeometry, PageOrigin};
+    use larder_model::{KvPool, PageSeal};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    const GEOMETRY: PageGeometry = PageGeometry {
+        dtype: KvDtype::F32,
+        layers: 1,
+        kv_heads: 1,
+        head_dim: 4,
+        page_tokens: 2,
+        layers_per_part: 1,
+        head_groups: 1,
+    };
+
+    /// Store with all pages and memory for one follow at a time. A follow takes one turn of the
+    /// runtime.
+    #[derive(Default)]
+    struct OneFollow {
+        is_busy: AtomicBool,
+        /// Follows to refuse, whatever the memory.
+        refusals_left: AtomicUsize,
+        /// Page that no engine writes. Its follow does not end, and takes no memory.
+        unwritten: Option<PageKey>,
+        refused: AtomicUsize,
+    }
+
+    impl PageStore for OneFollow {
+        fn lookup(&self, _: Vec<PageKey>, _: LookupPurpose, _: Instant) -> BoxFuture<'_, Lookup> {
+            Box::pin(async { Lookup::default() })
+        }
+
+        fn get(&self, pages: Vec<(PageKey, KvPage)>, _: Instant) -> BoxFuture<'_, Vec<Got>> {
+            Box::pin(async move { pages.into_iter().map(|(_, page)| Got::Miss(Some(page))).collect() })
+        }
+
+        fn follow(
+            &self,
+            key: PageKey,
+            buffer: KvPage,
+            _: PartsReceived,
+            _: Instant,
+        ) -> BoxFuture<'_, (KvPage, Followed)> {
+            Box::pin(async move {
+                if self.unwritten == Some(key) {
+                    std::future::pending::<()>().await;
+                }
+                let left = self.refusals_left.load(Ordering::Relaxed);
+                self.refusals_left.store(left.saturating_sub(1), Ordering::Relaxed);
+                if left > 0 || self.is_busy.swap(true, Ordering::Relaxed) {
+                    self.refused.fetch_add(1, Ordering::Relaxed);
+                    return (buffer, Followed::Refused);
+                }
+                tokio::task::yield_now().await;
+                self.is_busy.store(false, Ordering::Relaxed);
+                (buffer, Followed::Sealed(PageSeal { chunk_crcs: Vec::new(), origin: None }))
+            })
+        }
+
+        fn put(&self, _: NewPage, _: PutSource, _: Instant) -> Box<dyn OpenPut> {
+            unreachable!("a load puts nothing")
+        }
+
+        fn forget_copies(&self, _: Vec<(PageKey, Option<PageOrigin>)>, _: Instant) -> BoxFuture<'_, usize> {
+            Box::pin(async { 0 })
+        }
+
+        fn generation_ended(&self, _: Vec<PageKey>, _: u32, _: Instant) -> BoxFuture<'_, ()> {
+            Box::pin(async {})
+        }
+
+        fn can_judge_copy(&self, _: &PageKey, _: PageOrigin) -> Option<bool> {
+            None
+        }
+
+        fn nodes_connected(&self) -> usize {
+            1
+        }
+
+        fn pages_damaged(&self) -> u64 {
+            0
+        }
+    }
+
+    /// Follows so many pages. Returns the numbers of those that were followed, in order, and the
+    /// time that the load has waited for timers.
+    async fn follow_all(store: &OneFollow, pages: usize) -> (Vec<usize>, Duration) {
+        let pool = KvPool::new(GEOMETRY, pages);
+        let keys: Vec<PageKey> = (0..pages).map(|page| PageKey([page as u8; 32])).collect();
+        let waiting = (0..pages).map(|index| (index, pool.allocate().unwrap())).collect();
+        let limits = limits(Instant::now());
+        let follower = Follower { store, keys: &keys, limits, parts: PartsReceived::default() };
+        let (begin, mut loaded) = (tokio::time::Instant::now(), Loaded::default());
+        follower.run(waiting, &mut loaded).await;
+        let mut followed: Vec<usize> = loaded.pages.iter().map(|page| page.index).collect();
+        followed.sort_unstable();
+        (followed, begin.elapsed())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn refused_follow_begins_again_when_another_one_ends() {
+        const PAGES: usize = 20;
+        let store = OneFollow::default();
+        let (followed, waited) = follow_all(&store, PAGES).await;
+        assert_eq!(followed, (0..PAGES).collect::<Vec<_>>());
+        assert_eq!(waited, Duration::ZERO);
+        // All but one at first, then at most one per page.
+        let refused = store.refused.into_inner();
+        assert!((1..2 * PAGES).contains(&refused), "{refused}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn follow_that_is_refused_alone_begins_again_soon() {
+        let store = OneFollow { refusals_left: AtomicUsize::new(3), ..OneFollow::default() };
+        let (followed, waited) = follow_all(&store, 1).await;
+        assert_eq!(followed, [0]);
+        assert!((3 * FOLLOW_REFUSED_DELAY..FOLLOW_RETRY_DELAY).contains(&waited), "{waited:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn refused_follow_begins_again_beside_one_that_does_not_end() {
+        let unwritten = Some(PageKey([0; 32]));
+        let store = OneFollow { refusals_left: AtomicUsize::new(5), unwritten, ..OneFollow::default() };
+        let (followed, _) = follow_all(&store, 3).await;
+        assert_eq!(followed, [1, 2], "the first page is not written");
+    }
 
     fn limits(start: Instant) -> FollowLimits {
         let seconds = Duration::from_secs;

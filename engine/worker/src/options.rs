@@ -1,6 +1,10 @@
 //! Options of an engine. The comment of each field is its manual: meaning, default, range and unit.
 
 use crate::api::{Role, is_engine_url};
+use crate::l3_reads::L3Path;
+use crate::redis_store::url::EngineStore;
+use crate::trials::ConstraintTrials;
+use crate::worker_process::WorkerCommand;
 use larder_client::StoreUrl;
 use larder_format::codec::is_printable;
 use larder_format::namespace::{MAX_NAME_BYTES, MAX_PAGE_TOKENS};
@@ -37,7 +41,10 @@ pub struct EngineOptions {
     pub load: LoadOptions,
     /// Model name that clients use. Default: the name of the folder.
     pub model_name: Option<String>,
-    pub store: StoreUrl,
+    pub store: EngineStore,
+    /// Nodes at which an engine on a Redis server registers itself, so that routers find it.
+    /// Default: none, and no router uses the engine. An engine on nodes registers there.
+    pub register: Option<StoreUrl>,
     /// Address of the HTTP server. Port 0 selects a free port. Default 127.0.0.1:0.
     pub listen: SocketAddr,
     /// Limits of the HTTP server. Default: those of [`HttpOptions`], but bodies of up to
@@ -45,6 +52,9 @@ pub struct EngineOptions {
     pub http: HttpOptions,
     /// URL under which routers reach this engine. Default: `http://` and the bound address.
     pub advertise: Option<String>,
+    /// Way of pages from the L3 of a node of this machine. Default: `auto`, by the node unless a
+    /// CUDA device computes the model.
+    pub l3_path: L3Path,
     /// Number of tokens per page. All engines of a model must agree, or they cannot share pages.
     /// Default 32, range 1 to 4096.
     pub page_tokens: u32,
@@ -53,8 +63,8 @@ pub struct EngineOptions {
     /// Maximum number of prompt tokens computed per step. A larger value speeds up prompts and
     /// slows down concurrent generation. Default 512, minimum 1.
     pub chunk_tokens: usize,
-    /// Maximum number of sequences per step. Twice as many requests may hold pages. Default 64,
-    /// minimum 1.
+    /// Maximum number of sequences per step. Twice as many requests may hold pages, those of one
+    /// address three quarters of them at most. Default 64, minimum 1.
     pub max_batch: usize,
     /// Maximum number of requests that wait for pages. The engine refuses further ones as busy. The
     /// clients of one address have three quarters at most. Default 256, minimum 1.
@@ -64,6 +74,9 @@ pub struct EngineOptions {
     /// Name of the kernels' rounding, 1 to 256 bytes. Engines share pages only if they have the
     /// same one. Default: none, the engine measures it with a probe at start.
     pub numerics: Option<String>,
+    /// Trials of constraints, in processes of their own. Parts of one process may share one.
+    /// Default: of this engine alone, with the hidden command `template-worker` of this program.
+    pub constraint_trials: Arc<ConstraintTrials>,
     /// Minimum time that a decode engine waits for the next part of a page from a prefill. It waits
     /// longer only if computing the missing pages itself would take longer. Default 100 ms, minimum
     /// 1 ms.
@@ -98,7 +111,7 @@ pub struct OptionsError {
 }
 
 impl EngineOptions {
-    pub fn new(role: Role, model_dir: impl Into<PathBuf>, store: StoreUrl) -> Self {
+    pub fn new(role: Role, model_dir: impl Into<PathBuf>, store: EngineStore) -> Self {
         Self {
             role,
             model_dir: model_dir.into(),
@@ -106,9 +119,11 @@ impl EngineOptions {
             load: LoadOptions::default(),
             model_name: None,
             store,
+            register: None,
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             http: HttpOptions { body_bytes_max: crate::api::BODY_BYTES_MAX, ..HttpOptions::default() },
             advertise: None,
+            l3_path: L3Path::default(),
             page_tokens: 32,
             l1_bytes: 256 << 20,
             chunk_tokens: 512,
@@ -116,6 +131,7 @@ impl EngineOptions {
             queue_max: 256,
             tenant: "default".into(),
             numerics: None,
+            constraint_trials: Arc::new(ConstraintTrials::new(WorkerCommand::default())),
             follow_grace: Duration::from_millis(100),
             follow_stall_timeout: Duration::from_secs(2),
             follow_start_timeout: Duration::from_secs(30),
@@ -158,6 +174,9 @@ impl EngineOptions {
         {
             let requirement = "must be http://HOST:PORT, without user, path, query or fragment";
             return wrong("advertise", format!("is '{url}', {requirement}"));
+        }
+        if self.register.is_some() && matches!(self.store, EngineStore::Larder(_)) {
+            return wrong("register", "is for an engine on a Redis server: others register at their store".into());
         }
         self.http.validate().map_err(|error| OptionsError { option: error.flag, requirement: error.requirement })?;
         let ms = Duration::from_millis;
@@ -209,7 +228,8 @@ mod tests {
         assert_eq!(options().validate(), Ok(()));
         assert_eq!(options().name(), "tiny");
         type InvalidSetting = (&'static str, fn(&mut EngineOptions));
-        let invalid_settings: [InvalidSetting; 7] = [
+        let invalid_settings: [InvalidSetting; 8] = [
+            ("register", |o| o.register = "larder://127.0.0.1:1".parse().ok()),
             ("page_tokens", |o| o.page_tokens = 0),
             ("max_batch", |o| o.max_batch = 0),
             ("tenant", |o| o.tenant.clear()),

@@ -191,12 +191,6 @@ fn settle(ended: Unpublished, origin: Option<PageOrigin>, unpublished: &flume::S
     }
 }
 
-/// Page `position` of the sequence with these keys.
-pub(crate) fn page_of(keys: &[PageKey], position: usize) -> NewPage {
-    let parent = position.checked_sub(1).map_or(PageKey::NONE, |before| keys[before]);
-    NewPage { key: keys[position], parent, position: position as u32 }
-}
-
 pub(crate) struct CompletingPage {
     pub(crate) chunk: usize,
     pub(crate) page: usize,
@@ -374,7 +368,7 @@ mod tests {
         let sealed = Arc::new(SealedPage::compute(page));
         let end = |content: &Weak<SealedPage>, outcome, origin| {
             let key = PageKey([1; 32]);
-            let page = NewPage { key, parent: PageKey::NONE, position: 0 };
+            let page = NewPage::first(key);
             settle(Unpublished { page, content: content.clone(), outcome, attempts: 1 }, origin, &sender, &metrics);
             (metrics.abandoned_pages.get(), reports.len())
         };

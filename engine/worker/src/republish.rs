@@ -5,7 +5,7 @@
 //!   forgotten meanwhile does not come back.
 //! - Only pages that L1 holds are put again. Weak references keep none of them from eviction.
 //! - Each page is verified before each put, on the threads of the forward pass.
-//! - At most [`WAITING_MAX`] pages wait, and at most [`RUNNING_MAX`] are being put.
+//! - At most [`waiting_max`] pages wait, and at most [`RUNNING_MAX`] are being put.
 
 use crate::metrics::Metrics;
 use crate::publish::Unpublished;
@@ -13,14 +13,20 @@ use crate::scheduler::SchedulerEvent;
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use larder_client::PutOutcome;
+use larder_format::MAX_TOKEN_IDS;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
-/// Maximum number of pages that wait for their next put. Each takes some 150 bytes here.
-const WAITING_MAX: usize = 16_384;
+/// Pages that can wait for their next put with the smallest L1.
+const WAITING_MIN: usize = 16_384;
+/// Pages that can wait, for each page of L1. Those that left L1 wait until their turn, too.
+const WAITING_PER_PAGE: usize = 2;
+/// Memory of a page that waits, beside its token ids: its entry in the queue, and what the weak
+/// reference keeps of the page.
+const WAITING_PAGE_BYTES: usize = 512;
 /// Maximum number of puts at a time. Few, because the scheduler copies the page for each, between
 /// two steps.
 const RUNNING_MAX: usize = 4;
@@ -29,6 +35,18 @@ const BUSY_PAUSE_MIN: Duration = Duration::from_millis(20);
 /// Pause after a lost put, or one that another writer was ahead of. It doubles with each put.
 const LOST_PAUSE: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
+
+/// Maximum number of pages that wait for their next put, with an L1 of `l1_pages` pages.
+pub(crate) fn waiting_max(l1_pages: usize) -> usize {
+    l1_pages.saturating_mul(WAITING_PER_PAGE).max(WAITING_MIN)
+}
+
+/// Memory of the pages that wait for their next put, in bytes at most.
+pub(crate) fn waiting_bytes_max(l1_pages: usize, page_tokens: usize) -> usize {
+    // Longer pages have no token ids.
+    let token_ids = if page_tokens > MAX_TOKEN_IDS { 0 } else { size_of::<u32>() * page_tokens };
+    waiting_max(l1_pages).saturating_mul(WAITING_PAGE_BYTES + token_ids)
+}
 
 /// Pause before the next put of a page, after `attempts` puts. At least what the node asked for.
 fn pause(outcome: PutOutcome, attempts: u32) -> Duration {
@@ -42,9 +60,11 @@ fn pause(outcome: PutOutcome, attempts: u32) -> Duration {
 /// Pages by the time of their next put. The number keeps the order of pages with one time.
 type Waiting = BTreeMap<(Instant, u64), Unpublished>;
 
-/// Puts the pages that `unpublished` yields again, until `stop` is cancelled.
+/// Puts the pages that `unpublished` yields again, until `stop` is cancelled. At most `waiting_max`
+/// of them wait here, and others in the channel.
 pub(crate) async fn run(
     unpublished: flume::Receiver<Unpublished>,
+    waiting_max: usize,
     events: flume::Sender<SchedulerEvent>,
     metrics: Arc<Metrics>,
     stop: CancellationToken,
@@ -57,7 +77,7 @@ pub(crate) async fn run(
         let next = waiting.first_key_value().map(|((due, _), _)| *due).filter(|_| running.len() < RUNNING_MAX);
         tokio::select! {
             () = stop.cancelled() => break,
-            received = unpublished.recv_async(), if waiting.len() < WAITING_MAX => {
+            received = unpublished.recv_async(), if waiting.len() < waiting_max => {
                 let Ok(page) = received else { break };
                 number += 1;
                 waiting.insert((Instant::now() + pause(page.outcome, page.attempts), number), page);
@@ -105,6 +125,30 @@ async fn put_again(unpublished: Unpublished, events: flume::Sender<SchedulerEven
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::Role;
+    use larder_client::NewPage;
+    use larder_format::PageKey;
+    use std::sync::Weak;
+
+    #[tokio::test]
+    async fn all_pages_of_a_large_l1_can_wait() {
+        let metrics = Arc::new(Metrics::new(Role::Decode));
+        let stop = CancellationToken::new();
+        let (sender, reports) = flume::bounded(1);
+        let (events, _received) = flume::bounded(1);
+        let pages = 2 * WAITING_MIN;
+        let running = tokio::spawn(run(reports, waiting_max(pages), events, metrics.clone(), stop.clone()));
+        for position in 0..pages as u32 {
+            let page = NewPage { position, ..NewPage::first(PageKey([1; 32])) };
+            let outcome = PutOutcome::Busy { retry_after: Duration::from_secs(3600) };
+            let report = Unpublished { page, content: Weak::new(), outcome, attempts: 1 };
+            let sent = tokio::time::timeout(Duration::from_secs(60), sender.send_async(report)).await;
+            assert!(sent.is_ok_and(|sent| sent.is_ok()), "no room for page {position}");
+        }
+        stop.cancel();
+        running.await.unwrap();
+        assert_eq!(metrics.abandoned_pages.get(), pages as u64);
+    }
 
     #[test]
     fn pause_grows_to_its_maximum_and_is_never_shorter_than_the_nodes() {

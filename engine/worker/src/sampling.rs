@@ -3,6 +3,7 @@
 //! Invariant: the result depends on the sequence's own logits, sampler and guide only.
 
 use crate::api::TokenLogprobs;
+use crate::request_memory::RequestMemory;
 use larder_model::{Guide, GuideError, Sampler, is_finite};
 use rayon::prelude::*;
 
@@ -13,6 +14,8 @@ pub(crate) enum SamplingError {
     NotFinite,
     /// The constraint of the request cannot go on.
     Guide(GuideError),
+    /// There is no memory for the state of the constraint.
+    GuideMemory,
 }
 
 #[derive(Debug, Clone)]
@@ -30,6 +33,12 @@ pub(crate) struct PromptRows<'a> {
     pub(crate) top: usize,
 }
 
+/// Constraint of a request, and the memory that it is charged for.
+pub(crate) struct GuideJob<'a> {
+    pub(crate) guide: &'a mut Guide,
+    pub(crate) memory: &'a RequestMemory,
+}
+
 pub(crate) struct SamplingJob<'a> {
     /// Rows of `vocab` logits. Only the last one selects a token.
     pub(crate) logits: &'a [f32],
@@ -37,7 +46,7 @@ pub(crate) struct SamplingJob<'a> {
     /// `None` if the chunk does not end the tokens known so far.
     pub(crate) sampler: Option<&'a mut Sampler>,
     /// Constraint of the request, if it has one.
-    pub(crate) guide: Option<&'a mut Guide>,
+    pub(crate) guide: Option<GuideJob<'a>>,
     pub(crate) logprobs: Option<usize>,
     pub(crate) prompt: Option<PromptRows<'a>>,
 }
@@ -66,10 +75,44 @@ impl<'a> SamplingJob<'a> {
         let Some(sampler) = self.sampler else { return Ok(Sampled { token: None, prompt }) };
         let last = &self.logits[self.logits.len() - self.vocab..];
         let id = match self.guide {
-            Some(guide) => sampler.sample_within(last, guide).map_err(SamplingError::Guide)?,
+            Some(GuideJob { guide, memory }) => {
+                let id = sampler.sample_within(last, guide).map_err(SamplingError::Guide)?;
+                if !memory.keep_guide(guide.bytes()) {
+                    // Now, and not at the end of the step: guides of other requests grow in it.
+                    guide.release();
+                    return Err(SamplingError::GuideMemory);
+                }
+                id
+            }
             None => sampler.sample(last),
         };
         let token = SampledToken { id, logprobs: self.logprobs.map(|top| TokenLogprobs::new(last, id, top)) };
         Ok(Sampled { token: Some(token), prompt })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::request_memory::{RequestBudget, RequestSize};
+    use larder_http::PeerAddress;
+    use larder_model::{Constraint, GuideFactory, SamplingParams};
+
+    #[test]
+    fn guide_without_room_is_dropped_at_once() {
+        let mut guide = GuideFactory::of_bytes().unwrap().compile(&Constraint::Regex("a+".into())).unwrap();
+        let size = RequestSize { body_bytes: 0, tokens: 1, prompt_logprobs: None };
+        let select = |guides_bytes: usize, guide: &mut Guide| {
+            let memory = RequestBudget::new(1 << 20, guides_bytes, 16).take(PeerAddress::default(), size).unwrap();
+            let mut sampler = Sampler::new(&SamplingParams::default(), &[], &[]);
+            let logits = [0.0; 256];
+            let guide = Some(GuideJob { guide, memory: &memory });
+            let sampler = Some(&mut sampler);
+            SamplingJob { logits: &logits, vocab: 256, sampler, guide, logprobs: None, prompt: None }.run()
+        };
+        let token = select(64 << 20, &mut guide).unwrap().token.unwrap();
+        assert_eq!(token.id, u32::from(b'a'));
+        assert!(matches!(select(0, &mut guide), Err(SamplingError::GuideMemory)));
+        assert!(guide.has_ended() && guide.bytes() == 0);
     }
 }

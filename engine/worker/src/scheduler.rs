@@ -11,7 +11,9 @@
 //!   ready request is preempted in favour of an older one. The older one takes the freed pages in
 //!   the same step, or in the next if it had no place in this one. So the oldest ready request
 //!   always makes progress.
-//! - A finished request holds no page, no put and no queue permit, whatever its outcome.
+//! - Of more than two running places, no peer holds all: see `PeerBudget`. A preempted request
+//!   keeps its place. A step divides its places and tokens fairly among peers: see `batch`.
+//! - A finished request holds no page, no put and no place, whatever its outcome.
 //!
 //! Layout: this file is the main loop. `admit` reserves pages for queued requests, loads cached
 //! pages, and preempts requests. `discard` drops pages that must not be used again. `step` reserves
@@ -22,7 +24,8 @@ mod discard;
 mod step;
 
 use crate::api::{ApiError, EngineState, ErrorCode};
-use crate::batch::StepLimits;
+use crate::batch::{RUNNING_PER_BATCH, StepLimits};
+use crate::forgets::ForgottenKeys;
 use crate::load::Loaded;
 use crate::metrics::{Metrics, RequestOutcome};
 use crate::publish::Publisher;
@@ -32,9 +35,10 @@ use crate::store::PageStore;
 use discard::WithheldKeys;
 use larder_client::{NewPage, PutOutcome};
 use larder_format::PageKey;
+use larder_http::PeerBudget;
 use larder_model::{KvPool, Model, SealedPage};
 use larder_runtime::lock::Mutex;
-use std::collections::{HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
@@ -57,6 +61,11 @@ pub(crate) const RETRY_AFTER_MS: u64 = 200;
 /// Weight of the newest sample in the moving averages of `/v1/state`.
 const EWMA_WEIGHT: f64 = 0.2;
 
+/// Places for the requests that hold pages.
+pub(crate) fn running_places(max_batch: usize) -> Arc<PeerBudget> {
+    PeerBudget::new(max_batch.saturating_mul(RUNNING_PER_BATCH))
+}
+
 pub(crate) enum SchedulerEvent {
     Submit(Box<Sequence>),
     /// The load of request `id` finished. The scheduler ignores it if the request has ended.
@@ -67,11 +76,11 @@ pub(crate) enum SchedulerEvent {
         loaded: Loaded,
     },
     /// Drops pages from L1, and neither caches nor puts them for `hold`. The reply is the number of
-    /// dropped pages, or `None` if too many forgets are in progress.
+    /// dropped pages.
     Forget {
-        keys: Arc<HashSet<PageKey>>,
+        keys: Arc<ForgottenKeys>,
         hold: Duration,
-        reply: oneshot::Sender<Option<usize>>,
+        reply: oneshot::Sender<usize>,
     },
     /// Drops all cached pages of L1 that no request uses. The reply is their number.
     Flush {
@@ -140,11 +149,13 @@ pub(crate) struct Scheduler {
     context: SchedulerContext,
     radix: RadixTree<SealedPage>,
     withheld: WithheldKeys,
-    /// Requests without pages, oldest first. Only the first one may be admitted, so that small
-    /// requests do not starve a large one.
+    /// Requests without pages, oldest first. Of those with a running place, only the first one may
+    /// be admitted, so that small requests do not starve a large one.
     queue: VecDeque<Sequence>,
     /// Requests that hold pages, in order of admission. A preempted request re-enters at the end.
     active: Vec<Sequence>,
+    /// Places for the requests that hold pages, or were preempted.
+    running: Arc<PeerBudget>,
     /// Moving average of the prompt tokens per second of computation.
     prefill_tokens_per_second: f64,
     /// Moving average for `/v1/state`: duration of a step in milliseconds. 0 until measured.
@@ -155,6 +166,7 @@ impl Scheduler {
     pub(crate) fn new(context: SchedulerContext) -> Self {
         Self {
             prefill_tokens_per_second: context.tokens_per_second,
+            running: running_places(context.limits.step.max_batch),
             context,
             radix: RadixTree::default(),
             withheld: WithheldKeys::default(),
@@ -283,9 +295,9 @@ impl Scheduler {
         let metrics = &self.context.metrics;
         metrics.queue.set(i64::from(state.queue));
         metrics.active.set(i64::from(state.running));
-        metrics.l1_pages.set(i64::from(state.l1_pages));
-        metrics.l1_pages_free.set(i64::from(state.l1_pages_free));
-        metrics.l1_pages_cached.set(i64::from(state.l1_pages_cached));
+        metrics.l1.pages.set(i64::from(state.l1_pages));
+        metrics.l1.pages_free.set(i64::from(state.l1_pages_free));
+        metrics.l1.pages_cached.set(i64::from(state.l1_pages_cached));
     }
 }
 

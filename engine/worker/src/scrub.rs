@@ -58,7 +58,7 @@ pub(crate) async fn run(
             }
         }
         // After the reports. The scheduler handles them before it answers the next batch.
-        metrics.l1_pages_scrubbed.inc_by(verified);
+        metrics.l1.pages_scrubbed.inc_by(verified);
     }
 }
 

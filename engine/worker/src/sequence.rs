@@ -29,16 +29,17 @@
 use crate::api::{
     ApiError, CacheMode, DecodeEvent, DecodeStart, FinishReason, PROMPT_EVENT_TOKENS, PrefillResponse, TokenLogprobs,
 };
+use crate::guides::StartedGuide;
 use crate::http::NON_TOKEN_EVENTS_MAX;
 use crate::metrics::{Metrics, PageSource, RequestOutcome};
 use crate::pages::SequencePages;
 use crate::request_memory::{RequestMemory, event_bytes};
-use crate::sampling::{PromptRows, SampledToken, SamplingJob};
+use crate::sampling::{GuideJob, PromptRows, SampledToken, SamplingJob};
 use crate::scheduler::RETRY_AFTER_MS;
 use crate::store::OpenPut;
-use larder_client::PutOutcome;
-use larder_format::{PageKey, page_keys};
-use larder_http::PeerCharge;
+use larder_client::{NewPage, PutOutcome};
+use larder_format::{MAX_TOKEN_IDS, PageKey, page_keys};
+use larder_http::{PeerAddress, PeerCharge};
 use larder_model::{Guide, Sampler, SamplingParams, StopMatcher, TokenStream, Tokenizer};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -138,6 +139,8 @@ pub(crate) struct DecodeOutput {
     pub(crate) cached_pages: Option<usize>,
     sampler: Sampler,
     guide: Option<Guide>,
+    /// Charge of the compiled constraint.
+    _constraint: Option<Arc<PeerCharge>>,
     text: TokenStream,
     stops: StopMatcher,
     /// Tokens that end the generation.
@@ -166,7 +169,7 @@ pub(crate) struct OutputSpec<'a> {
     pub(crate) eos_tokens: Arc<[u32]>,
     pub(crate) prompt: &'a [u32],
     /// Constraint of the request, if it has one.
-    pub(crate) guide: Option<Guide>,
+    pub(crate) guide: Option<StartedGuide>,
 }
 
 impl DecodeOutput {
@@ -179,12 +182,14 @@ impl DecodeOutput {
     ) -> Self {
         let eos_tokens: &[u32] = if sampling.ignore_eos { &[] } else { &spec.eos_tokens };
         let prompt_logprobs = sampling.prompt_logprobs;
+        let (guide, constraint) = spec.guide.map(|started| (started.guide, started.charge)).unzip();
         Self {
             events,
             await_pages: pages.awaited,
             cached_pages: pages.cached,
             sampler: Sampler::new(sampling, spec.prompt, &spec.eos_tokens),
-            guide: spec.guide,
+            guide,
+            _constraint: constraint,
             text: tokenizer.stream(sampling.skip_special_tokens),
             stops: StopMatcher::new(sampling.stop.clone(), sampling.include_stop),
             stop_tokens: [eos_tokens, &sampling.stop_token_ids].concat(),
@@ -270,6 +275,7 @@ pub(crate) struct Timestamps {
 /// the scheduler thread changes it, so it needs no lock.
 pub(crate) struct Sequence {
     pub(crate) id: u64,
+    pub(crate) peer: PeerAddress,
     pub(crate) request_id: String,
     pub(crate) cache: CacheMode,
     pub(crate) kind: RequestKind,
@@ -287,6 +293,8 @@ pub(crate) struct Sequence {
     pub(crate) cancel: CancellationToken,
     /// Place in the bounded queue. Released at admission, so that a new request can enter.
     pub(crate) queue_place: Option<PeerCharge>,
+    /// Place among the requests that hold pages, or were preempted. Its peer has a part of them.
+    pub(crate) running_place: Option<PeerCharge>,
     memory: RequestMemory,
     pub(crate) times: Timestamps,
     sources: PageSourceCounts,
@@ -296,6 +304,8 @@ pub(crate) struct Sequence {
     private_from: usize,
     /// Number of loads started. Tells the result of the current load from that of an earlier one.
     pub(crate) loads: u64,
+    /// Number of its pages of which the device has read wrong bytes.
+    pub(crate) damaged_copies: u32,
     /// True after the first preemption. Recomputed pages are then excluded from the counts.
     preempted: bool,
     metrics: Arc<Metrics>,
@@ -303,6 +313,7 @@ pub(crate) struct Sequence {
 
 pub(crate) struct SequenceParams {
     pub(crate) id: u64,
+    pub(crate) peer: PeerAddress,
     pub(crate) request_id: String,
     pub(crate) cache: CacheMode,
     pub(crate) tokens: Vec<u32>,
@@ -322,6 +333,7 @@ impl Sequence {
         };
         Self {
             id: params.id,
+            peer: params.peer,
             request_id: params.request_id,
             cache: params.cache,
             kind: params.kind,
@@ -335,12 +347,14 @@ impl Sequence {
             deadline: params.deadline,
             cancel: params.cancel,
             queue_place: Some(params.queue_place),
+            running_place: None,
             memory: params.memory,
             times: Timestamps { arrived: Instant::now(), admitted: None, loaded: None },
             sources: PageSourceCounts::default(),
             prompt_tokens_computed: 0,
             private_from: usize::MAX,
             loads: 0,
+            damaged_copies: 0,
             preempted: false,
             metrics,
         }
@@ -348,6 +362,16 @@ impl Sequence {
 
     pub(crate) fn page_tokens(&self) -> usize {
         self.page_tokens
+    }
+
+    /// Page `index`, to put. It must have a key. Pages of more than [`MAX_TOKEN_IDS`] tokens have
+    /// no token ids. No store takes these, and they would need memory while the page waits.
+    pub(crate) fn new_page(&self, index: usize) -> NewPage {
+        let parent = index.checked_sub(1).map_or(PageKey::NONE, |before| self.keys[before]);
+        let tokens = index * self.page_tokens..(index + 1) * self.page_tokens;
+        let sent = self.tokens.get(tokens).filter(|tokens| tokens.len() <= MAX_TOKEN_IDS);
+        let token_ids = sent.unwrap_or_default().to_vec();
+        NewPage { key: self.keys[index], parent, position: index as u32, token_ids }
     }
 
     /// Number of whole pages below the last token. The last token is always computed here, because
@@ -378,6 +402,12 @@ impl Sequence {
             RequestKind::Prefill(_) => self.cacheable_pages(),
             RequestKind::Decode(_) => (self.tokens.len() + 1).div_ceil(self.page_tokens),
         }
+    }
+
+    /// Returns `false` if the request computes all its pages itself: twice, the device has read
+    /// wrong bytes of a page.
+    pub(crate) fn reads_cached_pages(&self) -> bool {
+        self.damaged_copies < 2
     }
 
     pub(crate) fn is_ready(&self) -> bool {
@@ -412,7 +442,7 @@ impl Sequence {
         let counter = match source {
             PageSource::L1 => &mut self.sources.l1,
             PageSource::L2 => &mut self.sources.l2,
-            PageSource::L3 => &mut self.sources.l3,
+            PageSource::L3 | PageSource::L3Direct => &mut self.sources.l3,
             PageSource::Followed => &mut self.sources.followed,
             PageSource::Computed => &mut self.sources.computed,
         };
@@ -452,7 +482,7 @@ impl Sequence {
             logits,
             vocab,
             sampler: generates.then_some(&mut output.sampler),
-            guide: output.guide.as_mut(),
+            guide: output.guide.as_mut().map(|guide| GuideJob { guide, memory: &self.memory }),
             logprobs: output.logprobs,
             prompt,
         }
@@ -579,7 +609,8 @@ impl Sequence {
     }
 
     /// Releases all pages and puts and returns to the initial state. Keeps the generated tokens,
-    /// whose keys and values are computed again after the next admission.
+    /// whose keys and values are computed again after the next admission. Keeps the running place,
+    /// too: requests of other peers could take it for long.
     pub(crate) fn preempt(&mut self) {
         self.pages.clear();
         self.puts.clear();

@@ -6,8 +6,12 @@ mod common;
 use common::*;
 use larder_model::{CallConstraint, CallForm, CallableFunction, Constraint, Otherwise};
 use larder_worker::api::{DecodeEvent, DecodeRequest, ErrorCode, FinishReason, Role};
-use serde_json::Value;
+use larder_worker::trials::{ConstraintTrials, TRIAL_TIME_MAX};
+use larder_worker::worker_process::WorkerCommand;
+use larder_worker::{EngineHandle, EngineOptions};
+use serde_json::{Value, json};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 const SEEDS: u64 = 24;
 
@@ -24,6 +28,34 @@ const SCHEMA: &str = r##"{
     "additionalProperties": false,
     "$defs": {"tag": {"enum": ["red", "grün"]}}
 }"##;
+
+/// Worker of the other tests: they start this program again, with this test as its only one.
+#[test]
+#[ignore = "it is a part of the other tests"]
+fn template_worker() {
+    // Not with `--include-ignored`: the worker limits the memory of its process.
+    if std::env::args().any(|argument| argument == "--exact") {
+        larder_model::template_worker::run().unwrap();
+    }
+}
+
+/// Arguments with which this program is a worker.
+const WORKER_ARGUMENTS: [&str; 4] = ["template_worker", "--exact", "--ignored", "--nocapture"];
+
+fn decode_options() -> EngineOptions {
+    let arguments = WORKER_ARGUMENTS.map(String::from);
+    with_worker(WorkerCommand { program: "/proc/self/exe".into(), arguments: arguments.into() })
+}
+
+fn with_worker(command: WorkerCommand) -> EngineOptions {
+    let mut settings = options(Role::Decode);
+    settings.constraint_trials = Arc::new(ConstraintTrials::new(command));
+    settings
+}
+
+async fn decode_engine() -> EngineHandle {
+    engine_with(decode_options(), &MemoryStore::new()).await
+}
 
 fn keeps_to_the_schema(value: &Value) -> bool {
     let is_tag = |tag: &Value| *tag == "red" || *tag == "grün";
@@ -53,7 +85,7 @@ fn has_stopped(answer: &Answer) -> bool {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_seed_gives_json_that_keeps_to_the_schema() {
-    let engine = engine(Role::Decode, &MemoryStore::new()).await;
+    let engine = decode_engine().await;
     let requests: Vec<_> = (0..SEEDS)
         .map(|seed| {
             let mut request = of_json(seed);
@@ -86,7 +118,7 @@ async fn every_seed_gives_json_that_keeps_to_the_schema() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn constrained_sequences_and_others_do_not_change_each_other() {
-    let engine = engine(Role::Decode, &MemoryStore::new()).await;
+    let engine = decode_engine().await;
     let free = |seed| DecodeRequest { tokens: prompt(100 + seed, 50), ..of_json(seed) };
     let requests: Vec<DecodeRequest> = (0..4)
         .map(|seed| {
@@ -109,7 +141,7 @@ async fn constrained_sequences_and_others_do_not_change_each_other() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn expressions_choices_grammars_and_calls_hold() {
-    let engine = engine(Role::Decode, &MemoryStore::new()).await;
+    let engine = decode_engine().await;
     let parameters = Some(r#"{"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": false}"#.into());
     let calls = CallConstraint {
         form: CallForm::Hermes,
@@ -138,7 +170,7 @@ async fn expressions_choices_grammars_and_calls_hold() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn constrained_answers_end_at_the_limit_and_at_stop_strings() {
-    let engine = engine(Role::Decode, &MemoryStore::new()).await;
+    let engine = decode_engine().await;
     let full = decode(&engine, &of_json(7)).await;
     let mut short = of_json(7);
     short.sampling.max_tokens = 5;
@@ -156,7 +188,7 @@ async fn constrained_answers_end_at_the_limit_and_at_stop_strings() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn preempted_sequence_stays_within_its_constraint() {
-    let mut settings = options(Role::Decode);
+    let mut settings = decode_options();
     // Room for a few sequences, whose answers do not fit together.
     settings.l1_bytes = 24 * LOADED.model.geometry(PAGE as u32).page_bytes();
     let engine = engine_with(settings, &MemoryStore::new()).await;
@@ -177,7 +209,7 @@ async fn preempted_sequence_stays_within_its_constraint() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn wrong_and_impossible_constraints_are_errors() {
-    let engine = engine(Role::Decode, &MemoryStore::new()).await;
+    let engine = decode_engine().await;
     for constraint in [
         Constraint::JsonSchema("{".into()),
         Constraint::JsonSchema(r#"{"type": "colour"}"#.into()),
@@ -200,7 +232,7 @@ async fn wrong_and_impossible_constraints_are_errors() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn costly_constraints_that_compile_leave_the_engine_running() {
-    let engine = engine(Role::Decode, &MemoryStore::new()).await;
+    let engine = decode_engine().await;
     let tokens: String = (0..3000).map(|at| format!("T{at}: \"(\" T{} \")\"\n", at + 1)).collect();
     for constraint in [
         Constraint::Regex("((((a{1,999}){1,999}){1,999}){1,999}){1,999}".into()),
@@ -219,4 +251,72 @@ async fn costly_constraints_that_compile_leave_the_engine_running() {
     let many = Constraint::Choice((0..1024).map(|at| format!("{at} {}", "word ".repeat(20))).collect());
     assert!(has_stopped(&decode(&engine, &constrained(3, many)).await));
     assert!(has_stopped(&decode(&engine, &of_json(1)).await));
+}
+
+/// Peak of the resident memory of this process, in bytes: VmHWM of proc_pid_status(5).
+fn peak_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() << 10
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engine_alone_refuses_hostile_constraints_within_time_and_memory() {
+    let engine = decode_engine().await;
+    assert!(has_stopped(&decode(&engine, &of_json(1)).await), "the vocabulary has its trie");
+    // The automaton of so many patterns together takes gigabytes.
+    let pattern = |at: usize| json!({"type": "string", "pattern": format!("^(.*[a-z]{{{at}}}.*)$")});
+    let patterns = json!({"allOf": (50..80).map(pattern).collect::<Vec<_>>()}).to_string();
+    let deep = format!("start: {}\"a\"{}", "(".repeat(30_000), ")".repeat(30_000));
+    let before = peak_bytes();
+    for (constraint, reason) in
+        [(Constraint::JsonSchema(patterns), "too much time or memory"), (Constraint::Grammar(deep), "")]
+    {
+        let begin = Instant::now();
+        let request = constrained(1, constraint);
+        let refused = try_decode(&engine, &request);
+        let other = async {
+            // The constraint is being tried.
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            decode(&engine, &decode_request(&prompt(9, 40), 5)).await
+        };
+        let (refused, other) = tokio::join!(refused, other);
+        let (status, error) = refused.unwrap_err();
+        assert_eq!((status, error.code), (400, ErrorCode::BadRequest), "{error}");
+        assert!(error.message.contains(reason), "{error}");
+        assert!(matches!(other.last, DecodeEvent::End { .. }), "{other:?}");
+        // A trial ends at its limit. The rest is for a busy machine.
+        assert!(begin.elapsed() < 12 * TRIAL_TIME_MAX, "{:?}", begin.elapsed());
+    }
+    // In this process, the compilation would take more.
+    let grown = peak_bytes() - before;
+    assert!(grown < 400 << 20, "the engine grew by {grown} bytes");
+    assert!(has_stopped(&decode(&engine, &of_json(2)).await), "the engine lives on");
+    assert!(is_idle(&engine).await);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engine_compiles_nothing_without_a_trial() {
+    let settings = with_worker(WorkerCommand { program: "/bin/false".into(), arguments: Vec::new() });
+    let engine = engine_with(settings, &MemoryStore::new()).await;
+    let (status, error) = try_decode(&engine, &of_json(1)).await.unwrap_err();
+    assert_eq!((status, error.code), (500, ErrorCode::Internal), "{error}");
+    assert!(matches!(decode(&engine, &decode_request(&prompt(9, 40), 5)).await.last, DecodeEvent::End { .. }));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engines_of_one_process_share_the_verdicts_of_trials() {
+    let starts = tempfile::NamedTempFile::new().unwrap();
+    let path = |path: &std::path::Path| path.to_str().unwrap().to_string();
+    let program = path(&std::env::current_exe().unwrap());
+    // Each start of a worker writes a line.
+    let script = "echo start >> \"$0\"; exec \"$@\"".to_string();
+    let mut arguments = vec!["-c".to_string(), script, path(starts.path()), program];
+    arguments.extend(WORKER_ARGUMENTS.map(String::from));
+    let settings = with_worker(WorkerCommand { program: "/bin/sh".into(), arguments });
+    for _ in 0..2 {
+        let engine = engine_with(settings.clone(), &MemoryStore::new()).await;
+        assert!(has_stopped(&decode(&engine, &of_json(1)).await));
+        assert_eq!(std::fs::read_to_string(starts.path()).unwrap(), "start\n");
+    }
 }

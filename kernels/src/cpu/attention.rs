@@ -22,6 +22,7 @@ use super::element::KvElement;
 use super::math::{LANES, exp, larger, max_lanes, sum_lanes};
 use super::vector::InstructionSet;
 use gather::GatherBlock;
+use half::{bf16, f16};
 use in_place::{Prefetch, Scores, Tokens, WeightedValues};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
@@ -91,13 +92,39 @@ pub struct AttentionChunk<'a, E> {
 ///
 /// # Panics
 /// If the shapes disagree, or if the pages do not cover the positions.
-pub fn attention<E: KvElement>(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_, E>]) {
+pub fn attention<E: AttentionElement>(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_, E>]) {
+    E::attend(shape, chunks);
+}
+
+/// Element of pages that [`attention`] reads.
+pub trait AttentionElement: KvElement {
+    #[doc(hidden)]
+    fn attend(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_, Self>]);
+}
+
+// Never inlined. The compiler generates the code of a generic function in each crate that calls it:
+// three elements, each for three instruction sets.
+macro_rules! attention_element {
+    ($($element:ty),*) => {$(
+        impl AttentionElement for $element {
+            #[inline(never)]
+            fn attend(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_, $element>]) {
+                compute(shape, chunks);
+            }
+        }
+    )*};
+}
+
+attention_element!(f32, f16, bf16);
+
+fn compute<E: KvElement>(shape: &AttentionShape, chunks: &mut [AttentionChunk<'_, E>]) {
     let row_width = shape.heads * shape.head_dim;
     let rows_per_task = (TASK_QUERIES * shape.kv_heads / shape.heads).max(1);
     let threads = rayon::current_num_threads();
     let is_single = |chunk: &AttentionChunk<'_, E>| chunk.out.len() == row_width;
     let single_spans: usize = chunks.iter().filter(|chunk| is_single(chunk)).map(|c| c.position / SPAN + 1).sum();
-    let heads_per_single_row = (shape.kv_heads * single_spans / threads).clamp(1, shape.kv_heads);
+    // The last span of a sequence has few keys, so threads need some spans each to end together.
+    let heads_per_single_row = (shape.kv_heads * single_spans / (2 * threads)).clamp(1, shape.kv_heads);
     let mut tasks = Vec::new();
     for chunk in chunks.iter_mut() {
         let rows = chunk.out.len() / row_width;

@@ -2,20 +2,32 @@
 //!
 //! Invariant: one order of operations defines every result, `sum = fma(x[i], weight[i], sum)` for
 //! `i` from 0 on, starting at 0. So the result of a row does not depend on the other rows, the
-//! number of threads or the instruction set, not even in one bit.
+//! number of threads or the instruction set, not even in one bit. [`WeightType::narrow`] types have
+//! definitions of their own, in `pairs` and `quads`. There, a row does not depend on other rows or
+//! threads either.
 //!
 //! Weights stay in their type and become `f32` in registers. For many rows, a task instead converts
-//! a piece of a panel once and uses it for all of its rows.
+//! a piece of a panel once and uses it for all of its rows. A single row waits for memory and for
+//! its own sums, so it has six vectors of them at once: a whole panel, or two panels with AVX-512.
+
+mod pairs;
+mod quads;
 
 use super::disjoint::DisjointSlice;
 use super::stored::{self, PANEL, Q8_BLOCK, Stored, WeightType};
 use super::vector::{InstructionSet, Kernel, Vector};
 use rayon::prelude::*;
 use std::cell::RefCell;
+use std::ops::Range;
 use thiserror::Error;
 
 /// Vectors of outputs per tile. With [`Vector::TILE_ROWS`] rows, the sums fill the registers.
 const TILE_VECTORS: usize = 3;
+/// Vectors of outputs per tile of a single row.
+const ROW_VECTORS: usize = 2 * TILE_VECTORS;
+/// Fewest panels for each thread with which a task of a single row has two of them. With fewer, the
+/// longer tasks would leave threads without work at the end.
+const PAIR_PANELS_PER_THREAD: usize = 8;
 /// Inputs of a panel that one pass over the rows uses. In `f32` they take 96 KiB, which stay in the
 /// L2 cache.
 const BLOCK_INPUTS: usize = 512;
@@ -65,12 +77,17 @@ impl PackedMatrix {
     ///
     /// # Errors
     /// If the allocation fails.
+    ///
+    /// # Panics
+    /// If this machine cannot multiply weights of this type. It can if [`WeightType::narrow`]
+    /// returned it.
     pub fn new(
         outputs: usize,
         inputs: usize,
         weight_type: WeightType,
         fill: impl Fn(usize, &mut [f32]) + Send + Sync,
     ) -> Result<PackedMatrix, PackError> {
+        assert!(weight_type.is_available(), "this machine multiplies weights of this type");
         let error = PackError { outputs, inputs };
         let panel_lines = weight_type.panel_bytes(inputs).ok_or(error.clone())?.div_ceil(size_of::<CacheLine>());
         let len = outputs.div_ceil(PANEL).checked_mul(panel_lines).ok_or(error.clone())?;
@@ -91,12 +108,21 @@ impl PackedMatrix {
         Ok(PackedMatrix { outputs, inputs, weight_type, panel_lines, panels })
     }
 
+    /// A matrix without weights, which multiplies nothing.
+    pub fn empty() -> PackedMatrix {
+        PackedMatrix { outputs: 0, inputs: 0, weight_type: WeightType::F32, panel_lines: 0, panels: Vec::new() }
+    }
+
     pub fn outputs(&self) -> usize {
         self.outputs
     }
 
     pub fn inputs(&self) -> usize {
         self.inputs
+    }
+
+    pub fn weight_type(&self) -> WeightType {
+        self.weight_type
     }
 
     /// Memory of the packed weights, in bytes.
@@ -114,7 +140,17 @@ impl PackedMatrix {
     }
 
     fn panel(&self, index: usize) -> &[u8] {
-        bytemuck::cast_slice(&self.panels[index * self.panel_lines..(index + 1) * self.panel_lines])
+        self.panels(&(index..index + 1))
+    }
+
+    /// Consecutive panels, [`panel_distance`](Self::panel_distance) from each other.
+    fn panels(&self, range: &Range<usize>) -> &[u8] {
+        bytemuck::cast_slice(&self.panels[range.start * self.panel_lines..range.end * self.panel_lines])
+    }
+
+    /// Distance from one panel to the next, in bytes.
+    fn panel_distance(&self) -> usize {
+        self.panel_lines * size_of::<CacheLine>()
     }
 }
 
@@ -162,21 +198,25 @@ unsafe fn matmul_with(set: InstructionSet, x: &[f32], weight: &PackedMatrix, bia
     assert!(x.len() == rows * inputs && out.len() == rows * outputs, "shapes of the product agree");
     assert!(bias.is_none_or(|b| b.len() == outputs), "the bias has one value per output");
     let panels = outputs.div_ceil(PANEL);
+    let together = panels_per_task(set, rows, panels);
+    let groups = panels.div_ceil(together);
     let task_rows = rows_per_task(rows, panels);
-    let tasks = rows.div_ceil(task_rows) * panels;
+    let tasks = rows.div_ceil(task_rows) * groups;
     let out = DisjointSlice::new(out);
+    let x = Activations::new(x, weight);
     let task = |index: usize| {
         // Neighbouring indices share rows, so the rows stay in the cache while the panels pass.
-        let (block, panel) = (index / panels, index % panels);
+        let (block, first_panel) = (index / groups, index % groups * together);
+        let own = first_panel..panels.min(first_panel + together);
         let first_row = block * task_rows;
-        let x = &x[first_row * inputs..(first_row + task_rows).min(rows) * inputs];
+        let own_rows = first_row..(first_row + task_rows).min(rows);
         SCRATCH.with_borrow_mut(|scratch| {
             // SAFETY: the caller guarantees the instruction set.
-            let sums = unsafe { panel_product(set, x, weight, panel, scratch) };
-            let first = panel * PANEL;
-            let width = PANEL.min(outputs - first);
-            for (row, sums) in (first_row..).zip(sums.chunks_exact(PANEL)) {
-                // SAFETY: each index is a distinct pair of row block and panel, so no two tasks
+            let sums = unsafe { panel_product(set, &x, own_rows, weight, &own, scratch) };
+            let first = first_panel * PANEL;
+            let width = (own.len() * PANEL).min(outputs - first);
+            for (row, sums) in (first_row..).zip(sums.chunks_exact(own.len() * PANEL)) {
+                // SAFETY: each index is a distinct pair of row block and panels, so no two tasks
                 // write the same outputs.
                 let out = unsafe { out.range_mut(row * outputs + first, width) };
                 out.copy_from_slice(&sums[..width]);
@@ -186,12 +226,19 @@ unsafe fn matmul_with(set: InstructionSet, x: &[f32], weight: &PackedMatrix, bia
             }
         });
     };
-    let tasks_at_least = (TASK_PRODUCTS / (rows.min(task_rows) * PANEL * inputs).max(1)).max(1);
+    let tasks_at_least = (TASK_PRODUCTS / (rows.min(task_rows) * together * PANEL * inputs).max(1)).max(1);
     if tasks <= tasks_at_least {
         return (0..tasks).for_each(task);
     }
     let tasks_at_most = (tasks / (PIECES_PER_THREAD * rayon::current_num_threads())).max(tasks_at_least);
     (0..tasks).into_par_iter().with_min_len(tasks_at_least).with_max_len(tasks_at_most).for_each(task);
+}
+
+/// Panels per task. The choice changes no bit.
+fn panels_per_task(set: InstructionSet, rows: usize, panels: usize) -> usize {
+    let is_whole = TILE_VECTORS * set.lanes() == PANEL;
+    let are_many = panels >= PAIR_PANELS_PER_THREAD * rayon::current_num_threads();
+    if rows == 1 && is_whole && are_many { 2 } else { 1 }
 }
 
 /// Rows per task that leave about four tasks for each thread. The choice changes no bit.
@@ -204,7 +251,7 @@ fn rows_per_task(rows: usize, panels: usize) -> usize {
 /// Buffers of a thread, reused by its later tasks.
 #[derive(Default)]
 struct Scratch {
-    /// `[rows][PANEL]`.
+    /// `[rows][PANEL]`, or `[panels][PANEL]` for a single row.
     sums: Vec<f32>,
     /// `[BLOCK_INPUTS][PANEL]`: a piece of a panel in `f32`.
     expanded: Vec<f32>,
@@ -214,47 +261,87 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// Multiplies all rows of `x` by one panel. Returns `[rows][PANEL]`; outputs beyond the matrix are
-/// 0.
+/// The rows of a product, as its weights need them.
+enum Activations<'a> {
+    F32(&'a [f32]),
+    Pairs(pairs::Rows),
+    Quads(quads::Rows),
+}
+
+impl Activations<'_> {
+    fn new<'a>(x: &'a [f32], weight: &PackedMatrix) -> Activations<'a> {
+        match weight.weight_type {
+            WeightType::Bf16Pairs => Activations::Pairs(pairs::Rows::round(x, weight.inputs)),
+            WeightType::Q8Quads => Activations::Quads(quads::Rows::round(x, weight.inputs)),
+            WeightType::F32 | WeightType::Bf16 | WeightType::F16 | WeightType::Q8 => Activations::F32(x),
+        }
+    }
+}
+
+/// Multiplies some rows of `x` by one panel, or a single row by several. Returns `[rows][PANEL]` or
+/// `[panels][PANEL]`; outputs beyond the matrix are 0.
 ///
 /// # Safety
 /// The machine has the instruction set `set`.
 unsafe fn panel_product<'a>(
     set: InstructionSet,
-    x: &[f32],
+    x: &Activations<'_>,
+    rows: Range<usize>,
     weight: &PackedMatrix,
-    panel: usize,
+    panels: &Range<usize>,
     scratch: &'a mut Scratch,
 ) -> &'a [f32] {
     let inputs = weight.inputs;
-    let panel = weight.panel(panel);
-    // The kernels read the panel through pointers, so its length is checked here.
-    assert!(weight.weight_type.panel_bytes(inputs).is_some_and(|bytes| bytes <= panel.len()), "the panel is whole");
+    let distance = weight.panel_distance();
+    // The kernels read the panels through pointers, so their lengths are checked here.
+    assert!(weight.weight_type.panel_bytes(inputs).is_some_and(|bytes| bytes <= distance), "a panel is whole");
+    assert!(panels.len() == 1 || rows.len() == 1, "only a single row has several panels");
     let Scratch { sums, expanded } = scratch;
     sums.clear();
-    sums.resize(x.len() / inputs * PANEL, 0.0);
-    expanded.resize(BLOCK_INPUTS * PANEL, 0.0);
-    // SAFETY: the caller guarantees the instruction set. The panel holds `inputs` inputs of its
-    // type, `x` has whole rows, and the buffers have the lengths of `PanelProduct`.
-    unsafe {
-        match weight.weight_type {
-            WeightType::F32 => set.run(PanelProduct::<stored::F32>::new(x, inputs, panel, sums, None)),
-            WeightType::Bf16 => set.run(PanelProduct::<stored::Bf16>::new(x, inputs, panel, sums, Some(expanded))),
-            WeightType::F16 => set.run(PanelProduct::<stored::F16>::new(x, inputs, panel, sums, Some(expanded))),
-            WeightType::Q8 => set.run(PanelProduct::<stored::Q8>::new(x, inputs, panel, sums, Some(expanded))),
+    sums.resize(rows.len() * panels.len() * PANEL, 0.0);
+    let panels = weight.panels(panels);
+    match x {
+        Activations::Pairs(x) => pairs::multiply(x, rows, panels, distance, sums),
+        Activations::Quads(x) => quads::multiply(x, rows, panels, distance, sums),
+        Activations::F32(x) => {
+            let x = &x[rows.start * inputs..rows.end * inputs];
+            expanded.resize(BLOCK_INPUTS * PANEL, 0.0);
+            // SAFETY: the caller guarantees the instruction set. Each panel holds `inputs` inputs
+            // of its type, `x` has whole rows, and the buffers have the lengths of `PanelProduct`.
+            unsafe {
+                match weight.weight_type {
+                    WeightType::F32 => {
+                        set.run(PanelProduct::<stored::F32>::new(x, inputs, (panels, distance), sums, None));
+                    }
+                    WeightType::Bf16 => {
+                        set.run(PanelProduct::<stored::Bf16>::new(x, inputs, (panels, distance), sums, Some(expanded)));
+                    }
+                    WeightType::F16 => {
+                        set.run(PanelProduct::<stored::F16>::new(x, inputs, (panels, distance), sums, Some(expanded)));
+                    }
+                    WeightType::Q8 => {
+                        set.run(PanelProduct::<stored::Q8>::new(x, inputs, (panels, distance), sums, Some(expanded)));
+                    }
+                    WeightType::Bf16Pairs | WeightType::Q8Quads => unreachable!("their rows are not f32"),
+                }
+            }
         }
     }
     sums
 }
 
-/// Adds the products of all rows with one panel of type `S` to `sums`.
+/// Adds the products of all rows with one panel of type `S` to `sums`, or those of a single row
+/// with several panels.
 ///
-/// Contract of [`Kernel::run`]: the panel has `inputs` inputs, `x` is `[rows][inputs]`, `sums` is
-/// `[rows][PANEL]`, and `expanded` is `[BLOCK_INPUTS][PANEL]`.
+/// Contract of [`Kernel::run`]: each panel has `inputs` inputs, `x` is `[rows][inputs]`, `sums` is
+/// `[rows][PANEL]`, or `[panels][PANEL]` of zeros for a single row, and `expanded` is
+/// `[BLOCK_INPUTS][PANEL]`.
 struct PanelProduct<'a, S> {
     x: &'a [f32],
     inputs: usize,
-    panel: &'a [u8],
+    panels: &'a [u8],
+    /// Distance from one panel to the next, in bytes.
+    distance: usize,
     sums: &'a mut [f32],
     /// `None` if the weights need no conversion.
     expanded: Option<&'a mut [f32]>,
@@ -265,20 +352,24 @@ impl<'a, S> PanelProduct<'a, S> {
     fn new(
         x: &'a [f32],
         inputs: usize,
-        panel: &'a [u8],
+        (panels, distance): (&'a [u8], usize),
         sums: &'a mut [f32],
         expanded: Option<&'a mut Vec<f32>>,
     ) -> Self {
         let expanded = expanded.map(Vec::as_mut_slice);
-        PanelProduct { x, inputs, panel, sums, expanded, stored: std::marker::PhantomData }
+        PanelProduct { x, inputs, panels, distance, sums, expanded, stored: std::marker::PhantomData }
     }
 }
 
 impl<S: Stored> Kernel for PanelProduct<'_, S> {
     #[inline(always)]
     unsafe fn run<V: Vector>(mut self) {
-        let rows = self.sums.len() / PANEL;
-        let panel = self.panel.as_ptr();
+        let rows = self.x.len() / self.inputs;
+        let panel = self.panels.as_ptr();
+        if rows == 1 {
+            // SAFETY: the contract covers the row, the panels and their sums.
+            return unsafe { single_row::<V, S>(panel, self.distance, self.x, self.sums) };
+        }
         for first in (0..self.inputs).step_by(BLOCK_INPUTS) {
             let len = BLOCK_INPUTS.min(self.inputs - first);
             // SAFETY: `first` lies in the rows of `x`, and `first + len` inputs in the panel. The
@@ -292,6 +383,87 @@ impl<S: Stored> Kernel for PanelProduct<'_, S> {
                     }
                     _ => tiles::<V, S>(panel, first, len, x, self.inputs, self.sums),
                 }
+            }
+        }
+    }
+}
+
+/// Computes the products of one row `x` with panels, into `sums`: `[panels][PANEL]`.
+///
+/// # Safety
+/// The machine has the instruction set of `V`. Each panel has as many inputs as `x`, and begins
+/// `distance` bytes after the one before.
+#[inline(always)]
+unsafe fn single_row<V: Vector, S: Stored>(panels: *const u8, distance: usize, x: &[f32], sums: &mut [f32]) {
+    let mut rest = sums;
+    let mut panel = panels;
+    while !rest.is_empty() {
+        let is_pair = TILE_VECTORS * V::LANES == PANEL && rest.len() >= 2 * PANEL;
+        let (own, others) = rest.split_at_mut(if is_pair { 2 * PANEL } else { PANEL });
+        // SAFETY: the caller guarantees the panels, and each set has one of both lengths of vectors
+        // that fill a panel. The pointer after the last panel is not read.
+        unsafe {
+            match V::LANES * TILE_VECTORS {
+                PANEL if is_pair => row_tile::<V, S, 2, TILE_VECTORS>(panel, distance, x, own),
+                PANEL => row_tile::<V, S, 1, TILE_VECTORS>(panel, distance, x, own),
+                _ => row_tile::<V, S, 1, ROW_VECTORS>(panel, distance, x, own),
+            }
+        }
+        panel = panel.wrapping_add(own.len() / PANEL * distance);
+        rest = others;
+    }
+}
+
+/// Computes the products of one row `x` with `PANELS` panels of `VECTORS` vectors, into `sums`.
+///
+/// # Safety
+/// As for [`single_row`].
+///
+/// # Panics
+/// If the sums have another length, or if so many vectors do not fill a panel.
+// Constant indices keep the sums in registers. Iterators over the arrays may not.
+#[allow(clippy::needless_range_loop)]
+#[inline(always)]
+unsafe fn row_tile<V: Vector, S: Stored, const PANELS: usize, const VECTORS: usize>(
+    panels: *const u8,
+    distance: usize,
+    x: &[f32],
+    sums: &mut [f32],
+) {
+    assert!(VECTORS * V::LANES == PANEL && sums.len() == PANELS * PANEL, "the sums have all columns");
+    let sums = sums.as_mut_ptr();
+    // SAFETY: the caller guarantees the panels. The inputs lie in `x`, and the sums have all
+    // columns. Prefetches may go anywhere.
+    unsafe {
+        let mut tile = [[V::splat(0.0); VECTORS]; PANELS];
+        let mut start = 0;
+        while start < x.len() {
+            let end = x.len().min(start.saturating_add(S::BLOCK));
+            let mut scales = [[V::splat(1.0); VECTORS]; PANELS];
+            for p in 0..PANELS {
+                for v in 0..VECTORS {
+                    scales[p][v] = S::scale(panels.add(p * distance), start, v * V::LANES);
+                }
+            }
+            for input in start..end {
+                let x = V::splat(*x.get_unchecked(input));
+                for p in 0..PANELS {
+                    let panel = panels.add(p * distance);
+                    let ahead = panel.wrapping_add(S::offset(input) + PREFETCH_BYTES);
+                    for line in 0..S::STRIDE.div_ceil(64) {
+                        V::prefetch(ahead.wrapping_add(64 * line));
+                    }
+                    for v in 0..VECTORS {
+                        let weights: V = S::load(panel, input, v * V::LANES, scales[p][v]);
+                        tile[p][v] = x.mul_add(weights, tile[p][v]);
+                    }
+                }
+            }
+            start = end;
+        }
+        for p in 0..PANELS {
+            for v in 0..VECTORS {
+                tile[p][v].store(sums.add(p * PANEL + v * V::LANES));
             }
         }
     }
@@ -412,120 +584,4 @@ unsafe fn tile<V: Vector, S: Stored, const ROWS: usize>(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const TYPES: [WeightType; 4] = [WeightType::F32, WeightType::Bf16, WeightType::F16, WeightType::Q8];
-
-    fn values(len: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        let mut next = || {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-        };
-        (0..len).map(|_| next()).collect()
-    }
-
-    fn pack(weights: &[f32], outputs: usize, inputs: usize, weight_type: WeightType) -> PackedMatrix {
-        let fill = |o: usize, row: &mut [f32]| row.copy_from_slice(&weights[o * inputs..(o + 1) * inputs]);
-        PackedMatrix::new(outputs, inputs, weight_type, fill).unwrap()
-    }
-
-    /// The definition of a product, in plain code.
-    fn defined(x: &[f32], packed: &PackedMatrix, bias: &[f32]) -> Vec<u32> {
-        let mut weights = vec![0.0; packed.inputs];
-        let mut out = vec![0; x.len() / packed.inputs * packed.outputs];
-        for output in 0..packed.outputs {
-            packed.copy_row(output, &mut weights);
-            for (row, x) in x.chunks_exact(packed.inputs).enumerate() {
-                let sum = x.iter().zip(&weights).fold(0.0f32, |sum, (x, weight)| x.mul_add(*weight, sum));
-                out[row * packed.outputs + output] = (sum + bias[output]).to_bits();
-            }
-        }
-        out
-    }
-
-    #[test]
-    fn every_instruction_set_row_count_and_type_gives_the_bits_of_the_definition() {
-        for (outputs, inputs) in [(1, 1), (50, 33), (96, 64), (145, 1100), (48, 515), (300, 31)] {
-            let (weights, bias) = (values(outputs * inputs, 4), values(outputs, 6));
-            let x = values(73 * inputs, 5);
-            for weight_type in TYPES {
-                let packed = pack(&weights, outputs, inputs, weight_type);
-                let expected = defined(&x, &packed, &bias);
-                for set in InstructionSet::available() {
-                    for rows in [1, 2, 3, 4, 5, 7, 8, 9, 15, 31, 32, 33, 64, 73] {
-                        let first = (73 - rows) / 2;
-                        let mut out = vec![f32::NAN; rows * outputs];
-                        let x = &x[first * inputs..(first + rows) * inputs];
-                        // SAFETY: the set is one of those available.
-                        unsafe { matmul_with(set, x, &packed, Some(&bias), &mut out) };
-                        let same = out.iter().zip(&expected[first * outputs..]).all(|(a, b)| a.to_bits() == *b);
-                        assert!(same, "{set:?} {weight_type:?}: {outputs} × {inputs}, {rows} rows");
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn product_agrees_with_the_sum_in_f64() {
-        for (rows, outputs, inputs) in [(1, 50, 2), (3, 48, 7), (65, 97, 33), (2, 320, 600), (130, 5, 1100)] {
-            let (w, x) = (values(outputs * inputs, 1), values(rows * inputs, 2));
-            let packed = pack(&w, outputs, inputs, WeightType::F32);
-            let mut out = vec![f32::NAN; rows * outputs];
-            matmul(&x, &packed, None, &mut out);
-            for (index, out) in out.iter().enumerate() {
-                let (r, o) = (index / outputs, index % outputs);
-                let exact: f64 = (0..inputs).map(|i| f64::from(x[r * inputs + i]) * f64::from(w[o * inputs + i])).sum();
-                let error = (f64::from(*out) - exact).abs();
-                assert!(error < 1e-5 * (inputs as f64).sqrt(), "{rows} {outputs} {inputs}: {error}");
-            }
-        }
-    }
-
-    #[test]
-    fn result_does_not_depend_on_threads_and_rows_per_task() {
-        let (rows, outputs, inputs) = (600, 100, 70);
-        let packed = pack(&values(outputs * inputs, 1), outputs, inputs, WeightType::Bf16);
-        let x = values(rows * inputs, 2);
-        let expected = defined(&x, &packed, &vec![0.0; outputs]);
-        for threads in [1, 2, 5, 40] {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            let mut out = vec![f32::NAN; rows * outputs];
-            pool.install(|| matmul(&x, &packed, None, &mut out));
-            assert!(out.iter().zip(&expected).all(|(a, b)| a.to_bits() == *b), "{threads} threads");
-        }
-    }
-
-    #[test]
-    fn packing_keeps_exact_weights_and_rounds_the_others() {
-        let (outputs, inputs) = (50, 70);
-        let weights = values(outputs * inputs, 9);
-        let halves: Vec<f32> = weights.iter().map(|w| half::bf16::from_f32(w / 1000.0).to_f32()).collect();
-        let error = |weights: &[f32], weight_type: WeightType| {
-            let packed = pack(weights, outputs, inputs, weight_type);
-            let mut row = vec![0.0; inputs];
-            let mut worst = 0.0f32;
-            for (output, weights) in weights.chunks_exact(inputs).enumerate() {
-                packed.copy_row(output, &mut row);
-                worst = row.iter().zip(weights).fold(worst, |worst, (a, b)| worst.max((a - b).abs()));
-            }
-            worst
-        };
-        assert_eq!((error(&weights, WeightType::F32), error(&halves, WeightType::Bf16)), (0.0, 0.0));
-        // Half a step: 2⁻⁹ and 2⁻¹² for values below 1, and 1/254 with a scale of 1/127.
-        for (weight_type, step) in [(WeightType::Bf16, 1.0 / 512.0), (WeightType::F16, 1.0 / 4096.0)] {
-            assert!((step / 2.0..=step).contains(&error(&weights, weight_type)));
-        }
-        let q8 = error(&weights, WeightType::Q8);
-        assert!((0.003..0.00397).contains(&q8), "{q8}");
-        assert_eq!(error(&vec![0.0; outputs * inputs], WeightType::Q8), 0.0);
-    }
-
-    #[test]
-    fn packing_refuses_a_matrix_larger_than_memory() {
-        assert!(PackedMatrix::new(usize::MAX / 8, 1 << 20, WeightType::Bf16, |_, _| ()).is_err());
-        assert!(PackedMatrix::new(1, usize::MAX / 8, WeightType::Q8, |_, _| ()).is_err());
-    }
-}
+mod tests;

@@ -72,6 +72,11 @@ impl RopeTable {
         }
     }
 
+    /// The table in row-major order: the cosines of a row's pairs, then the sines.
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
     /// Rotates one head (`[head_dim]`) of row `row` in place.
     ///
     /// # Panics

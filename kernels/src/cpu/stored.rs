@@ -1,9 +1,10 @@
 //! Element types of packed weights, and their layout in a panel.
 //!
 //! A panel holds the weights of [`PANEL`] outputs, `[inputs][PANEL]`. The kernels convert them to
-//! `f32` in registers.
+//! `f32` in registers. Narrow types hold two or four inputs of an output side by side, because one
+//! instruction multiplies them together.
 
-use super::vector::Vector;
+use super::vector::{Vector, multiplies_bf16, multiplies_bytes};
 use half::{bf16, f16};
 
 /// Outputs per panel: three AVX-512 vectors, or six AVX2 vectors.
@@ -11,9 +12,12 @@ pub(super) const PANEL: usize = 48;
 /// Inputs that share one scale in [`WeightType::Q8`].
 pub(super) const Q8_BLOCK: usize = 32;
 /// Bytes of a block of [`WeightType::Q8`] in a panel: the scales of the outputs in bf16, then the
-/// weights, `[Q8_BLOCK][PANEL]`.
-const Q8_BLOCK_BYTES: usize = PANEL * (2 + Q8_BLOCK);
-const Q8_LARGEST: f32 = 127.0;
+/// weights, `[Q8_BLOCK][PANEL]`, or `[Q8_BLOCK / 4][PANEL][4]` in [`WeightType::Q8Quads`].
+pub(super) const Q8_BLOCK_BYTES: usize = PANEL * (2 + Q8_BLOCK);
+pub(super) const Q8_LARGEST: f32 = 127.0;
+/// Flips a signed byte to the unsigned one that is larger by 128. `vpdpbusd` needs one unsigned
+/// factor.
+const UNSIGNED: u8 = 0x80;
 
 /// Element type of the weights in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,15 +27,37 @@ pub enum WeightType {
     F16,
     /// Eight bits per weight, and a bf16 scale per output and block of 32 inputs.
     Q8,
+    /// [`Bf16`](Self::Bf16) for products that also round activations to bf16. Needs AVX-512-BF16.
+    Bf16Pairs,
+    /// [`Q8`](Self::Q8) for products that also round activations to 8 bits, with a scale per row
+    /// and block. Needs AVX-512-VNNI to be fast.
+    Q8Quads,
 }
 
 impl WeightType {
+    /// The type with the same weights whose products round activations as well, if this machine has
+    /// instructions for it. They multiply two to four times as many weights at once.
+    pub fn narrow(self) -> Option<WeightType> {
+        let narrow = match self {
+            WeightType::Bf16 => WeightType::Bf16Pairs,
+            WeightType::Q8 if multiplies_bytes() => WeightType::Q8Quads,
+            _ => return None,
+        };
+        narrow.is_available().then_some(narrow)
+    }
+
+    /// Returns `true` if this machine can multiply weights of this type.
+    pub(super) fn is_available(self) -> bool {
+        self != WeightType::Bf16Pairs || multiplies_bf16()
+    }
+
     /// Bytes of a panel. `None` if the number exceeds the address space.
     pub(super) fn panel_bytes(self, inputs: usize) -> Option<usize> {
         match self {
             WeightType::F32 => inputs.checked_mul(4 * PANEL),
             WeightType::Bf16 | WeightType::F16 => inputs.checked_mul(2 * PANEL),
-            WeightType::Q8 => inputs.div_ceil(Q8_BLOCK).checked_mul(Q8_BLOCK_BYTES),
+            WeightType::Bf16Pairs => inputs.div_ceil(2).checked_mul(4 * PANEL),
+            WeightType::Q8 | WeightType::Q8Quads => inputs.div_ceil(Q8_BLOCK).checked_mul(Q8_BLOCK_BYTES),
         }
     }
 
@@ -41,16 +67,27 @@ impl WeightType {
             WeightType::F32 => each(panel, lane, weights, f32::to_le_bytes),
             WeightType::Bf16 => each(panel, lane, weights, |weight| bf16::from_f32(weight).to_le_bytes()),
             WeightType::F16 => each(panel, lane, weights, |weight| f16::from_f32(weight).to_le_bytes()),
-            WeightType::Q8 => {
+            WeightType::Bf16Pairs => {
+                for (pairs, weights) in panel.chunks_exact_mut(4 * PANEL).zip(weights.chunks(2)) {
+                    for (pair, weight) in pairs[4 * lane..].chunks_exact_mut(2).zip(weights) {
+                        pair.copy_from_slice(&bf16::from_f32(*weight).to_le_bytes());
+                    }
+                }
+            }
+            WeightType::Q8 | WeightType::Q8Quads => {
                 for (block, weights) in panel.chunks_exact_mut(Q8_BLOCK_BYTES).zip(weights.chunks(Q8_BLOCK)) {
                     let largest = weights.iter().fold(0.0f32, |largest, weight| largest.max(weight.abs()));
                     let scale = round_up(largest / Q8_LARGEST);
                     let (scales, elements) = block.split_at_mut(2 * PANEL);
                     scales[2 * lane..2 * lane + 2].copy_from_slice(&scale.to_le_bytes());
                     let inverse = if largest > 0.0 { 1.0 / scale.to_f32() } else { 0.0 };
-                    for (elements, weight) in elements.chunks_exact_mut(PANEL).zip(weights) {
+                    for (input, weight) in weights.iter().enumerate() {
                         // The cast saturates, and turns NaN into 0.
-                        elements[lane] = (weight * inverse).round() as i8 as u8;
+                        let element = (weight * inverse).round() as i8 as u8;
+                        match self {
+                            WeightType::Q8Quads => elements[quad_offset(input, lane)] = element ^ UNSIGNED,
+                            _ => elements[input * PANEL + lane] = element,
+                        }
                     }
                 }
             }
@@ -66,14 +103,27 @@ impl WeightType {
                 WeightType::F32 => f32::from_le_bytes(std::array::from_fn(|byte| panel[4 * index + byte])),
                 WeightType::Bf16 => bf16::from_le_bytes(pair(panel, 2 * index)).to_f32(),
                 WeightType::F16 => f16::from_le_bytes(pair(panel, 2 * index)).to_f32(),
-                WeightType::Q8 => {
+                WeightType::Bf16Pairs => {
+                    bf16::from_le_bytes(pair(panel, 4 * (input / 2 * PANEL + lane) + 2 * (input % 2))).to_f32()
+                }
+                WeightType::Q8 | WeightType::Q8Quads => {
                     let block = &panel[input / Q8_BLOCK * Q8_BLOCK_BYTES..];
                     let scale = bf16::from_le_bytes(pair(block, 2 * lane)).to_f32();
-                    f32::from(block[2 * PANEL + input % Q8_BLOCK * PANEL + lane] as i8) * scale
+                    let elements = &block[2 * PANEL..];
+                    let element = match self {
+                        WeightType::Q8Quads => elements[quad_offset(input % Q8_BLOCK, lane)] ^ UNSIGNED,
+                        _ => elements[input % Q8_BLOCK * PANEL + lane],
+                    };
+                    f32::from(element as i8) * scale
                 }
             };
         }
     }
+}
+
+/// Place of a weight of [`WeightType::Q8Quads`] behind the scales of its block.
+fn quad_offset(input: usize, lane: usize) -> usize {
+    4 * (input / 4 * PANEL + lane) + input % 4
 }
 
 fn each<const N: usize>(panel: &mut [u8], lane: usize, weights: &[f32], bytes: impl Fn(f32) -> [u8; N]) {

@@ -36,6 +36,17 @@ impl InstructionSet {
         Self::available().next().unwrap_or(InstructionSet::Portable)
     }
 
+    /// Lanes of a vector of this set.
+    pub(super) fn lanes(self) -> usize {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx512 => x86::Avx512::LANES,
+            #[cfg(target_arch = "x86_64")]
+            InstructionSet::Avx2 => x86::Avx2::LANES,
+            InstructionSet::Portable => Portable::LANES,
+        }
+    }
+
     /// Runs `kernel`, compiled for this set.
     ///
     /// # Safety
@@ -66,6 +77,24 @@ impl InstructionSet {
             }
         }
     }
+}
+
+/// Returns `true` if this machine multiplies and adds pairs of bf16 (AVX-512-BF16).
+pub(super) fn multiplies_bf16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let has = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512bf16");
+    #[cfg(not(target_arch = "x86_64"))]
+    let has = false;
+    has
+}
+
+/// Returns `true` if this machine multiplies and adds four bytes at once (AVX-512-VNNI).
+pub(super) fn multiplies_bytes() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    let has = is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vnni");
+    #[cfg(not(target_arch = "x86_64"))]
+    let has = false;
+    has
 }
 
 /// Code that is generic over the vectors. Implementations mark `run` as `inline(always)`, because

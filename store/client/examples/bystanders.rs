@@ -44,7 +44,7 @@ fn soon() -> Instant {
 fn pages(numbers: std::ops::Range<u32>) -> Vec<(NewPage, Bytes)> {
     let page = |number: u32| {
         let key = PageKey::chain(None, &[number]);
-        (NewPage { key, parent: PageKey::NONE, position: 0 }, Bytes::from(vec![number as u8; PAGE]))
+        (NewPage::first(key), Bytes::from(vec![number as u8; PAGE]))
     };
     numbers.map(page).collect()
 }

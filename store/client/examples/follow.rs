@@ -53,7 +53,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     // The follow may start before the put.
     let follow = reader.follow(key, vec![0; geometry().page_bytes()], deadline);
 
-    let mut put = writer.put(NewPage { key, parent: PageKey::NONE, position: 0 }, deadline);
+    let mut put = writer.put(NewPage::first(key), deadline);
     let mut expected = Vec::new();
     for (part, bytes) in geometry().part_table().into_iter().enumerate() {
         // A prefill step computes the layers of the part here.
@@ -75,6 +75,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         FollowEnd::Sealed => assert_eq!(buffer, expected, "the page is not the one that was put"),
         FollowEnd::Aborted => return Err("the writer aborted its put".into()),
         FollowEnd::Miss => return Err("the page did not arrive in time".into()),
+        FollowEnd::Busy => return Err("the node has no memory for the follow".into()),
     }
     println!("the reader has all {} bytes", buffer.len());
     Ok(())

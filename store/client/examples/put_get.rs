@@ -54,7 +54,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     for position in 0..PAGES {
         let tokens: Vec<u32> = (0..32).map(|token| position * 32 + token).collect();
         let key = PageKey::chain(parent.as_ref(), &tokens);
-        let page = NewPage { key, parent: parent.unwrap_or(PageKey::NONE), position };
+        let page = NewPage { key, parent: parent.unwrap_or(PageKey::NONE), position, token_ids: Vec::new() };
         pages.push((page, payload(position)));
         parent = Some(key);
     }

@@ -15,6 +15,7 @@
 //! | attach, wait for nodes | [`Client::attach`], [`Client::ready`] |
 //! | find pages | [`Client::lookup`], [`Client::locate`], [`Client::exists`] |
 //! | read pages | [`Client::get`], [`Client::get_ranges`], [`Client::view`] |
+//! | read the files of L3 | [`Client::extents`], [`Client::lookup_without_loads`] |
 //! | write pages | [`Client::put`] part by part, [`Client::put_pages`], [`Client::put_parts`] |
 //! | read a page while it is written | [`Client::follow`] |
 //! | steer the cache | [`Client::warm`], [`Client::pin`], [`Client::pins`], [`Client::forget`] |
@@ -47,7 +48,7 @@
 //! assert!(client.ready(Duration::from_secs(5)).await, "no node is reachable");
 //!
 //! let key = PageKey::chain(None, &[1, 2, 3]);
-//! let page = NewPage { key, parent: PageKey::NONE, position: 0 };
+//! let page = NewPage::first(key);
 //! let bytes = Bytes::from(vec![7; geometry.page_bytes()]);
 //! let deadline = Instant::now() + Duration::from_secs(1);
 //! let outcomes = client.put_pages(vec![(page, bytes)], PutOptions::default(), deadline).await;
@@ -91,8 +92,8 @@ pub use larder_rdma::{EndpointOptions, FabricOptions, SLOW_CHUNK_BYTES};
 /// Oldest and newest protocol version of this build.
 pub use larder_wire::{PROTOCOL_VERSION, PROTOCOL_VERSION_MIN};
 pub use operations::{
-    Fetched, Follow, FollowEnd, Forgotten, GetOptions, Hint, Lease, Lookup, Member, NewPage, NodeView, PageDescription,
-    PagePin,
+    Explanation, Extent, Fetched, Follow, FollowEnd, Forgotten, GetOptions, Hint, Lease, Lookup, MEMBER_TTL, Member,
+    MissReason, NewPage, NodeView, PageDescription, PagePin,
 };
 pub use operations::{PagePut, PageView, PinKind, Pinned, PutOptions, PutOutcome, Registration, Tier};
 pub use options::ClientOptions;

@@ -8,6 +8,8 @@
 //! `verify` are helpers. Every other file is one operation or a pair of them.
 
 mod durations;
+mod explain;
+mod extents;
 mod follow;
 mod forget;
 mod get;
@@ -23,12 +25,14 @@ mod status;
 mod verify;
 mod view;
 
+pub use explain::{Explanation, MissReason};
+pub use extents::Extent;
 pub use follow::{Follow, FollowEnd};
 pub use forget::Forgotten;
 pub use get::{Fetched, GetOptions, PageDescription};
 pub use hint::Hint;
 pub use lookup::{Lease, Lookup, Tier};
-pub use members::{Member, Registration};
+pub use members::{MEMBER_TTL, Member, Registration};
 pub use pin::{PinKind, Pinned};
 pub use pins::PagePin;
 pub use put::{NewPage, PagePut, PutOptions, PutOutcome};

@@ -116,7 +116,7 @@ fn payload(number: u32) -> Vec<u8> {
 }
 
 fn page(number: u32) -> NewPage {
-    NewPage { key: key(number), parent: PageKey::NONE, position: 0 }
+    NewPage::first(key(number))
 }
 
 async fn put(client: &Client, number: u32, bytes: &[u8]) -> PutOutcome {
@@ -498,9 +498,7 @@ impl RawClient {
     }
 
     async fn reserve(&mut self, number: u32) -> (u64, Vec<PartGrant>) {
-        let NewPage { key, parent, position } = page(number);
-        let reserved =
-            Reserved { key, parent, position, ttl_ms: 0, part_bytes: geometry().part_table(), copy_of: None };
+        let reserved = Reserved::first(key(number), geometry().part_table());
         let answer = self.request(&Request::Reserve(vec![reserved])).await;
         let Response::Reserved { outcomes, .. } = answer else { panic!("{answer:?}") };
         assert_eq!(outcomes, [ReserveOutcome::Granted]);

@@ -5,31 +5,11 @@
 
 #![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a tool: it reads clocks")]
 
+mod heap;
+
+use heap::held_bytes;
 use larder_evict::{Evictor, HitDensity, Lru, NamespaceIndex, NewPage, PageHandle, Policy, S3Fifo, Sieve};
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
-
-struct Counting;
-
-static HELD_BYTES: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: forwards every call unchanged to the system allocator, and only counts.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        HELD_BYTES.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are those of this method.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        HELD_BYTES.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are those of this method.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 const PAGES: usize = 1_000_000;
 const SEQUENCE: usize = 8;
@@ -50,7 +30,7 @@ fn measure<P: Policy>(name: &str, policy: fn() -> P) {
     // Where each page of the world is, outside of what is counted.
     let mut handles: Vec<Option<PageHandle>> = vec![None; SEQUENCES * SEQUENCE];
     let mut evicted = Vec::with_capacity(64);
-    let before = HELD_BYTES.load(Ordering::Relaxed);
+    let before = held_bytes();
     let mut evictor: Evictor<u32, P> = Evictor::new(PAGES as u64, policy());
     let mut chance = 1u64;
     let mut next = || {
@@ -109,7 +89,7 @@ fn measure<P: Policy>(name: &str, policy: fn() -> P) {
             miss_ns += between.elapsed().as_nanos();
         }
     }
-    let bytes = (HELD_BYTES.load(Ordering::Relaxed) - before) as f64 / evictor.len() as f64;
+    let bytes = (held_bytes() - before) as f64 / evictor.len() as f64;
     let policy = evictor.policy().memory_bytes() as f64 / evictor.len() as f64;
     let rate = hits as f64 / (hits + misses) as f64 * 100.0;
     let (hit, miss) = (hit_ns as f64 / hits as f64, miss_ns as f64 / misses as f64);

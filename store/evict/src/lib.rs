@@ -28,7 +28,7 @@ mod sieve;
 pub mod synthetic;
 
 pub use evictor::{Evicted, EvictionReason, Evictor, InsertError, NamespaceIndex, NewPage, PageHandle};
-pub use hit_density::{Counters, EvictionOrder, HitDensity};
+pub use hit_density::{Counters, EvictionOrder, HitDensity, Outlook};
 pub use lru::Lru;
 pub use policy::{Advice, Arrival, Policy, Removal, Slot, Stamp, TICKS_PER_MS};
 pub use s3fifo::S3Fifo;

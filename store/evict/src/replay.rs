@@ -12,7 +12,7 @@ mod belady;
 mod trace;
 
 pub use belady::belady;
-pub use trace::{BLOCK_TOKENS, LINE_BYTES_MAX, OUTPUT_TOKEN_MS, Request, Trace, TraceError};
+pub use trace::{BLOCK_TOKENS, Event, LINE_BYTES_MAX, OUTPUT_TOKEN_MS, Request, Trace, TraceError};
 
 use crate::{
     Advice, Evictor, HitDensity, InsertError, Lru, NamespaceIndex, NewPage, PageHandle, Policy, S3Fifo, Sieve,
@@ -136,7 +136,7 @@ pub struct Replay<'a> {
     /// Reported ends of generations: times in milliseconds with the numbers of requests, in order
     /// of time.
     pub ends: &'a [(u64, usize)],
-    /// The policy may refuse blocks.
+    /// The policy may refuse blocks. A node without an L3 refuses none.
     pub may_refuse: bool,
 }
 
@@ -150,16 +150,15 @@ pub fn replay(trace: &Trace, policy: impl Policy, setup: &Replay<'_>) -> Outcome
         may_refuse: setup.may_refuse,
     };
     let mut outcome = Outcome::default();
-    let mut ends = setup.ends.iter().peekable();
-    for (number, request) in trace.requests().iter().enumerate() {
-        // Of equal times, the end of a request comes after the request.
-        let is_due = |(ended_ms, ended): &&(u64, usize)| *ended_ms <= request.timestamp_ms && *ended < number;
-        while let Some((now_ms, ended)) = ends.next_if(is_due) {
-            cache.end_generation(&trace.requests()[*ended], *now_ms);
+    for event in trace.events(setup.ends) {
+        match event {
+            Event::GenerationEnded { request, now_ms } => cache.end_generation(request, now_ms),
+            Event::Arrived(request) => {
+                let hits = cache.serve(request);
+                outcome.count(request.blocks.len(), hits, trace.block_tokens());
+                outcome.resident_max = outcome.resident_max.max(cache.evictor.len() as u64);
+            }
         }
-        let hits = cache.serve(request);
-        outcome.count(request.blocks.len(), hits, trace.block_tokens());
-        outcome.resident_max = outcome.resident_max.max(cache.evictor.len() as u64);
     }
     outcome.written = cache.written;
     outcome.policy_bytes = Some(cache.evictor.policy().memory_bytes());

@@ -1,30 +1,11 @@
 //! Memory per resident page, measured at the allocator: at most 105 bytes from half a million pages
 //! on. That includes the estimator's fixed tables and a name of four bytes per page.
 
+#[path = "../examples/heap/mod.rs"]
+mod heap;
+
+use heap::held_bytes;
 use larder_evict::{Evictor, HitDensity, NamespaceIndex, NewPage, PageHandle, Policy};
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-struct Counting;
-
-static HELD_BYTES: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: forwards every call unchanged to the system allocator, and only counts.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        HELD_BYTES.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are those of this method.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        HELD_BYTES.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are those of this method.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
 
 const PAGE_BYTES_MAX: usize = 105;
 const POLICY_PAGE_BYTES_MAX: usize = 64;
@@ -32,8 +13,8 @@ const FIXED_BYTES_MAX: usize = 8 << 20;
 
 /// Fills to `pages` in sequences of `sequence`, then that much again. Returns the bytes of the
 /// evictor, and the policy's estimate of its own.
-fn held_bytes(pages: usize, sequence: usize) -> (usize, usize) {
-    let before = HELD_BYTES.load(Ordering::Relaxed);
+fn bytes_of(pages: usize, sequence: usize) -> (usize, usize) {
+    let before = held_bytes();
     let mut evictor = Evictor::new(pages as u64, HitDensity::new(0));
     let mut evicted = Vec::new();
     let mut parent: Option<PageHandle> = None;
@@ -54,16 +35,16 @@ fn held_bytes(pages: usize, sequence: usize) -> (usize, usize) {
         evicted.clear();
     }
     assert_eq!(evictor.len(), pages);
-    (HELD_BYTES.load(Ordering::Relaxed) - before, evictor.policy().memory_bytes())
+    (held_bytes() - before, evictor.policy().memory_bytes())
 }
 
 #[test]
 fn page_takes_at_most_105_bytes() {
-    let (fixed, _) = held_bytes(64, 16);
+    let (fixed, _) = bytes_of(64, 16);
     println!("fixed: {fixed} bytes");
     assert!(fixed <= FIXED_BYTES_MAX);
     for (pages, sequence) in [(1 << 20, 1), (1 << 20, 20), (700_000, 20), (530_000, 1)] {
-        let (held, policy) = held_bytes(pages, sequence);
+        let (held, policy) = bytes_of(pages, sequence);
         println!("{pages} pages in sequences of {sequence}: {:.1} bytes a page", held as f64 / pages as f64);
         assert!(held <= PAGE_BYTES_MAX * pages);
         // The rest is the evictor's table, with its spare capacity and the list of empty slots.

@@ -58,10 +58,16 @@
 //! - *lost*: skips damaged bytes that may have been tombstones. Nothing older than it can be
 //!   trusted.
 //!
+//! Token ids: the header of a page ends with the list of its token ids. The padding behind a header
+//! is zero, which is an empty list. So a header without the list reads as one without token ids,
+//! and a build that knows no list ignores it. Indexers of KV events use them. No page depends on
+//! them.
+//!
 //! Versions: [`VERSION`] 1 is the first. A build refuses a superblock of another version. A segment
 //! or record whose version differs from the superblock's ends the scan of its segment.
 
 use crate::codec::{DecodeError, Put, Reader, Result};
+use crate::limits::MAX_TOKEN_IDS;
 use crate::page::{PageId, PageMeta};
 use crate::{NamespaceId, PageKey};
 
@@ -310,6 +316,9 @@ impl RecordHeader {
             }
         }
         block.put_u64(self.durable);
+        if let RecordBody::Page(meta) = &self.body {
+            block.put_list(&meta.token_ids, |out, &token| out.put_u32(token));
+        }
         seal(block)
     }
 
@@ -333,7 +342,7 @@ impl RecordHeader {
         let place =
             RecordPlace { segment: reader.u32("segment")?, epoch: reader.u64("epoch")?, offset: reader.u64("offset")? };
         let number = countable(reader.u64("record number")?, "record number")?;
-        let body = match reader.u8("record kind")? {
+        let mut body = match reader.u8("record kind")? {
             1 => RecordBody::Page(PageMeta::decode(&mut reader)?),
             2 => RecordBody::Tombstone(PageId {
                 namespace: NamespaceId(reader.array("namespace")?),
@@ -343,7 +352,11 @@ impl RecordHeader {
             4 => RecordBody::Lost { bytes: whole_blocks(reader.u64("bytes of a void")?)? },
             _ => return Err(DecodeError::Invalid("record kind")),
         };
-        Ok(Self { place, number, durable: reader.u64("durable bytes")?, body })
+        let durable = reader.u64("durable bytes")?;
+        if let RecordBody::Page(meta) = &mut body {
+            meta.token_ids = reader.list(MAX_TOKEN_IDS, "token ids", |r| r.u32("token id"))?;
+        }
+        Ok(Self { place, number, durable, body })
     }
 
     /// Decodes a header block that belongs at `offset` of the segment, in any epoch.
@@ -380,6 +393,7 @@ mod tests {
             expires_unix_ms: 6,
             part_bytes: vec![(chunks_each * crate::CHUNK_BYTES - 1) as u32; parts],
             chunk_crcs: (0..(parts * chunks_each) as u32).collect(),
+            token_ids: Vec::new(),
         }
     }
 
@@ -391,6 +405,7 @@ mod tests {
         assert_eq!(SegmentHeader::decode(&header.encode()).unwrap(), header);
         for body in [
             RecordBody::Page(page(3, 2)),
+            RecordBody::Page(PageMeta { token_ids: vec![7, 0, u32::MAX], ..page(3, 2) }),
             RecordBody::Tombstone(page(1, 1).id),
             RecordBody::Void { bytes: 8192 },
             RecordBody::Lost { bytes: 4096 },
@@ -405,10 +420,29 @@ mod tests {
 
     #[test]
     fn largest_page_fits_a_header() {
-        let meta = page(MAX_PARTS, 2);
+        let meta = PageMeta { token_ids: vec![1; MAX_TOKEN_IDS], ..page(MAX_PARTS, 2) };
         meta.validate().unwrap();
         RecordHeader { place: place(), number: 1, durable: 0, body: RecordBody::Page(meta) }.encode(&LOG);
-        const { assert!(192 + 4 * (MAX_PARTS + MAX_CHUNKS) < BLOCK_BYTES) };
+        const { assert!(200 + 4 * (MAX_PARTS + MAX_CHUNKS + MAX_TOKEN_IDS) < BLOCK_BYTES) };
+    }
+
+    #[test]
+    fn page_with_too_many_token_ids_is_refused() {
+        let meta = PageMeta { token_ids: vec![1; MAX_TOKEN_IDS + 1], ..page(1, 1) };
+        assert!(meta.validate().is_err());
+        let block = RecordHeader { place: place(), number: 1, durable: 0, body: RecordBody::Page(meta) }.encode(&LOG);
+        assert!(RecordHeader::decode(&block, &LOG, place()).is_err());
+    }
+
+    #[test]
+    fn header_without_token_ids_has_the_padding_of_other_records() {
+        let header = |token_ids| {
+            let body = RecordBody::Page(PageMeta { token_ids, ..page(1, 1) });
+            RecordHeader { place: place(), number: 1, durable: 0, body }.encode(&LOG)
+        };
+        let (without, with) = (header(vec![]), header(vec![5]));
+        let first = without[8..].iter().zip(&with[8..]).position(|(a, b)| a != b).unwrap();
+        assert!(without[8 + first..].iter().all(|&byte| byte == 0));
     }
 
     #[test]

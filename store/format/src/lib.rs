@@ -12,6 +12,7 @@
 //! Layout:
 //! - [`key`]: the 32-byte page key, chained over token ids.
 //! - [`namespace`]: the model whose pages may be shared, and the layout of its pages.
+//! - [`namespace_fields`]: fields by which namespaces differ.
 //! - [`limits`]: limits of a page.
 //! - [`page`]: identity of a stored page, and verification of its bytes.
 //! - [`range`]: ranges of a page, and the chunks that contain them.
@@ -32,12 +33,14 @@ pub mod footer;
 pub mod key;
 pub mod limits;
 pub mod namespace;
+pub mod namespace_fields;
 pub mod page;
 pub mod range;
 pub mod verify;
 
 pub use key::{PageKey, page_keys};
-pub use limits::{CHUNK_BYTES, MAX_CHUNKS, MAX_PAGE_BYTES, MAX_PARTS};
+pub use limits::{CHUNK_BYTES, MAX_CHUNKS, MAX_PAGE_BYTES, MAX_PARTS, MAX_TOKEN_IDS};
 pub use namespace::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry};
+pub use namespace_fields::NamespaceFields;
 pub use page::{Mismatch, PageId, PageMeta, PageOrigin, PayloadVerifier, chunk_crcs, is_expired};
 pub use range::whole_chunks;

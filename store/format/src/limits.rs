@@ -9,5 +9,8 @@ pub const CHUNK_BYTES: usize = 64 << 10;
 /// refuses longer ones before it allocates.
 pub const MAX_PAGE_BYTES: usize = 16 << 20;
 pub const MAX_PARTS: usize = 128;
+/// Maximum number of token ids that describe a page: 1 KiB of them. With the largest tables of
+/// parts and chunks they still fit the block of a record header. Pages of more tokens have none.
+pub const MAX_TOKEN_IDS: usize = 256;
 /// Maximum number of chunks of a page: all full chunks, and one short chunk per part.
 pub const MAX_CHUNKS: usize = MAX_PAGE_BYTES / CHUNK_BYTES + MAX_PARTS;

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::ops::Range;
+use std::str::FromStr;
 
 /// Element type of stored keys and values. It is part of the namespace id, so engines with
 /// different types share no pages.
@@ -218,6 +219,19 @@ impl NamespaceDescriptor {
         NamespaceId(Sha256::digest(&bytes).into())
     }
 
+    /// The namespace of a version of these weights, for engines that change weights in place, as
+    /// reinforcement learning does. The version enters the fingerprint, so versions share no pages.
+    /// It also stands behind the model name, for people. An empty version changes nothing.
+    #[must_use]
+    pub fn with_weights_version(self, version: &str) -> Self {
+        if version.is_empty() {
+            return self;
+        }
+        let hash = Sha256::new_with_prefix(b"larder-weights-version");
+        let weights = hash.chain_update(self.weights).chain_update(version).finalize().into();
+        NamespaceDescriptor { model: format!("{}@{version}", self.model), weights, ..self }
+    }
+
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.put_string(&self.model);
         out.put(&self.weights);
@@ -263,6 +277,21 @@ fn put_geometry(out: &mut Vec<u8>, geometry: &PageGeometry) {
 /// uses the namespace together with the key.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct NamespaceId(pub [u8; 32]);
+
+/// Error of a text that is not the 64 hexadecimal digits of a [`NamespaceId`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a namespace is 64 hexadecimal digits")]
+pub struct NotANamespace;
+
+impl FromStr for NamespaceId {
+    type Err = NotANamespace;
+
+    fn from_str(text: &str) -> std::result::Result<NamespaceId, NotANamespace> {
+        let mut id = [0; 32];
+        hex::decode_to_slice(text, &mut id).map_err(|_| NotANamespace)?;
+        Ok(NamespaceId(id))
+    }
+}
 
 impl fmt::Debug for NamespaceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -320,6 +349,24 @@ mod tests {
         geometry.geometry.page_tokens = 32;
         for other in [tenant, weights, geometry] {
             assert_ne!(base.id(), other.id());
+        }
+    }
+
+    #[test]
+    fn weights_version_is_part_of_the_identity() {
+        let versions = ["", "step-1", "step-2"].map(|version| descriptor().with_weights_version(version));
+        assert_eq!(versions[0], descriptor());
+        assert_eq!((versions[1].model.as_str(), versions[2].model.as_str()), ("m@step-1", "m@step-2"));
+        assert!(versions[0].id() != versions[1].id() && versions[1].id() != versions[2].id());
+        assert_eq!(versions[1].id(), descriptor().with_weights_version("step-1").id());
+    }
+
+    #[test]
+    fn namespace_is_parsed_as_it_is_printed() {
+        let id = descriptor().id();
+        assert_eq!(id.to_string().parse(), Ok(id));
+        for wrong in [&id.to_string()[1..], "", "zz"] {
+            assert_eq!(wrong.parse::<NamespaceId>(), Err(NotANamespace));
         }
     }
 

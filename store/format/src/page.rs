@@ -1,7 +1,7 @@
 //! Identity of a stored page, and verification of its bytes.
 
 use crate::codec::{DecodeError, Put, Reader, Result};
-use crate::limits::{CHUNK_BYTES, MAX_CHUNKS, MAX_PAGE_BYTES, MAX_PARTS};
+use crate::limits::{CHUNK_BYTES, MAX_CHUNKS, MAX_PAGE_BYTES, MAX_PARTS, MAX_TOKEN_IDS};
 use crate::range::{chunks, whole_chunks};
 use crate::{NamespaceId, PageKey};
 use std::fmt;
@@ -52,6 +52,10 @@ pub struct PageMeta {
     pub part_bytes: Vec<u32>,
     /// CRC-32 of each chunk, part by part.
     pub chunk_crcs: Vec<u32>,
+    /// Ids of the page's tokens, in order, if its writer gave them: at most [`MAX_TOKEN_IDS`]. They
+    /// serve indexers of KV events. A record of the log has them, and [`encode`](Self::encode)
+    /// leaves them out.
+    pub token_ids: Vec<u32>,
 }
 
 /// Difference between a page and the bytes that should be it. A reader that finds one must not use
@@ -122,6 +126,9 @@ impl PageMeta {
         if self.part_bytes.iter().map(|&b| Self::chunks_of(b)).sum::<usize>() != self.chunk_crcs.len() {
             return Err(DecodeError::Invalid("chunk count"));
         }
+        if self.token_ids.len() > MAX_TOKEN_IDS {
+            return Err(too_large("token ids", self.token_ids.len(), MAX_TOKEN_IDS));
+        }
         Ok(())
     }
 
@@ -161,8 +168,8 @@ impl PageMeta {
         Ok(())
     }
 
-    /// Appends the encoding, which disk and wire share. The metadata must be valid, because
-    /// decoders refuse tables beyond the limits.
+    /// Appends the encoding, which disk and wire share, without the token ids. The metadata must be
+    /// valid, because decoders refuse tables beyond the limits.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.put(&self.id.namespace.0);
         out.put(&self.id.key.0);
@@ -174,8 +181,8 @@ impl PageMeta {
         out.put_list(&self.chunk_crcs, |out, &c| out.put_u32(c));
     }
 
-    /// Decodes and validates. No field is trusted before [`validate`](Self::validate) accepts it,
-    /// so a forged header cannot cause a large allocation.
+    /// Decodes and validates, without token ids. No field is trusted before
+    /// [`validate`](Self::validate) accepts it, so a forged header cannot cause a large allocation.
     pub fn decode(reader: &mut Reader<'_>) -> Result<Self> {
         let meta = Self {
             id: PageId { namespace: NamespaceId(reader.array("namespace")?), key: PageKey(reader.array("page key")?) },
@@ -185,13 +192,14 @@ impl PageMeta {
             expires_unix_ms: reader.u64("expiry")?,
             part_bytes: reader.list(MAX_PARTS, "part table", |r| r.u32("part bytes"))?,
             chunk_crcs: reader.list(MAX_CHUNKS, "chunk table", |r| r.u32("chunk crc"))?,
+            token_ids: Vec::new(),
         };
         meta.validate()?;
         Ok(meta)
     }
 
     /// Describes a payload that is cut into `part_bytes`: computes its CRCs. The page does not
-    /// expire.
+    /// expire, and has no token ids.
     pub fn describe(id: PageId, parent: PageKey, position: u32, part_bytes: Vec<u32>, payload: &[u8]) -> Self {
         let mut crcs = Vec::new();
         let mut rest = payload;
@@ -200,7 +208,8 @@ impl PageMeta {
             crcs.extend(chunk_crcs(part));
             rest = tail;
         }
-        Self { id, parent, position, generation: 0, expires_unix_ms: 0, part_bytes, chunk_crcs: crcs }
+        let token_ids = Vec::new();
+        Self { id, parent, position, generation: 0, expires_unix_ms: 0, part_bytes, chunk_crcs: crcs, token_ids }
     }
 }
 

@@ -12,12 +12,15 @@
 //!
 //! Layout: [`HttpOptions`] are the limits, `places` counts connections, `socket` has the deadlines
 //! of reads and writes, `body` receives bodies, `shares` divides memory and places among peers,
-//! `hosts` refuses foreign web pages, and `server` accepts and serves.
+//! `hosts` refuses foreign web pages, and `server` accepts and serves. [`listen`] opens its socket.
+//! [`EventLoopMetrics`] tell of stalls.
 #![forbid(unsafe_code)]
 
 mod body;
+mod event_loop;
 mod hosts;
 mod lanes;
+mod listen;
 mod metrics;
 mod options;
 mod phase;
@@ -29,8 +32,10 @@ mod shares;
 mod socket;
 
 pub use body::{BodyCharge, RequestBody};
+pub use event_loop::EventLoopMetrics;
 pub use hosts::AllowedHosts;
 pub use lanes::{LanePlaces, PeerLane};
+pub use listen::listen;
 pub use metrics::HttpMetrics;
 pub use options::{HttpOptions, OptionsError};
 pub use refusal::{LOG_INTERVAL, Refusal};

@@ -7,6 +7,7 @@
 use crate::options::HttpOptions;
 use crate::phase::PhaseCell;
 use crate::shares::PeerAddress;
+use larder_runtime::AgeOrder;
 use larder_runtime::lock::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -41,7 +42,7 @@ struct Table {
     open: BTreeMap<u64, Connection>,
     per_address: BTreeMap<PeerAddress, usize>,
     /// Addresses that were served, with the time of the last answer.
-    known: BTreeMap<PeerAddress, Instant>,
+    known: AgeOrder<PeerAddress, Instant>,
 }
 
 #[derive(Debug)]
@@ -106,7 +107,7 @@ impl Places {
 
     /// Number of connections up to which this peer may open another one.
     fn total_max(&self, table: &Table, peer: PeerAddress, now: Instant) -> usize {
-        let is_known = table.known.get(&peer).is_some_and(|&served| now.duration_since(served) < KNOWN_FOR);
+        let is_known = table.known.time_of(&peer).is_some_and(|served| now.duration_since(served) < KNOWN_FOR);
         if is_known { self.connections_max } else { self.connections_max - self.reserved }
     }
 
@@ -150,13 +151,7 @@ impl Table {
 impl Place {
     /// Records that the address was served.
     pub(crate) fn served(&self) {
-        let mut table = self.places.table.lock();
-        table.known.insert(self.peer, Instant::now());
-        if table.known.len() > KNOWN_MAX
-            && let Some(oldest) = table.known.iter().min_by_key(|(_, served)| **served).map(|(&peer, _)| peer)
-        {
-            table.known.remove(&oldest);
-        }
+        self.places.table.lock().known.set_within(KNOWN_MAX, self.peer, Instant::now());
     }
 }
 

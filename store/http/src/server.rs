@@ -64,7 +64,20 @@ struct Shared {
 impl HttpServer {
     /// Serves until `stop` is cancelled. It then closes connections without a complete request, and
     /// returns when the running answers end, at most `stop_timeout` later.
-    pub async fn serve(self, listener: TcpListener, routes: Router, stop: CancellationToken, stop_timeout: Duration) {
+    // Boxed and never inlined. The compiler generates the code of an `async fn` in each crate that
+    // polls it: the whole server, in node, engine and router.
+    #[inline(never)]
+    pub fn serve(
+        self,
+        listener: TcpListener,
+        routes: Router,
+        stop: CancellationToken,
+        stop_timeout: Duration,
+    ) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+        Box::pin(self.run(listener, routes, stop, stop_timeout))
+    }
+
+    async fn run(self, listener: TcpListener, routes: Router, stop: CancellationToken, stop_timeout: Duration) {
         let metrics = self.metrics.server(self.name);
         let shared = Arc::new(Shared {
             places: Places::new(&self.options),

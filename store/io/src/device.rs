@@ -11,6 +11,7 @@
 //! [`FileDevice`](crate::FileDevice) implements the trait on real files. The simulation has a
 //! device that tears, loses and delays writes.
 
+use crate::file::DeviceFile;
 use crate::request::{Completion, Done, Operation, Priority, RingClosed};
 use std::future::Future;
 use std::io;
@@ -97,6 +98,14 @@ pub trait Device: Send + Sync + 'static {
     /// On failure the segment is gone as far as the device can tell. The caller makes sure with
     /// [`Device::remove`].
     fn create(&self, segment: u32, bytes: u64, header: Vec<u8>) -> BoxFuture<'_, io::Result<()>>;
+
+    /// Opens an existing segment for reads only, for another process. The default has no files.
+    ///
+    /// # Errors
+    /// `Unsupported` without files. Any error of the file system.
+    fn open_read_only(&self, _segment: u32) -> BoxFuture<'_, io::Result<DeviceFile>> {
+        Box::pin(std::future::ready(Err(io::ErrorKind::Unsupported.into())))
+    }
 
     /// Removes a segment if it exists, after the requests on it that were accepted before. The
     /// removal is durable once the call returns.

@@ -182,6 +182,12 @@ impl Directory {
         Ok((file, len.min(segment_bytes)))
     }
 
+    /// Opens a segment file for another process. Takes no descriptor of the reserve: the log needs
+    /// those.
+    pub(crate) fn open_read_only(&self, segment: u32) -> io::Result<DeviceFile> {
+        DeviceFile::open_read_only(&self.segment_path(segment))
+    }
+
     /// Creates a segment file, replacing an existing one. It is fully allocated and starts with
     /// `header`.
     pub(crate) fn create_segment(&self, segment: u32, segment_bytes: u64, header: &[u8]) -> io::Result<DeviceFile> {

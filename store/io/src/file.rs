@@ -4,8 +4,8 @@
 use larder_format::disk::BLOCK_BYTES;
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 /// An open segment file for use with a [`crate::Ring`], with direct I/O where the file system
@@ -19,6 +19,51 @@ pub struct DeviceFile {
 impl DeviceFile {
     pub fn open(path: &Path) -> io::Result<DeviceFile> {
         Self::open_with(path, OpenOptions::new().read(true).write(true))
+    }
+
+    /// Opens for reads only, as a process does that does not own the file. Writes to it fail.
+    pub fn open_read_only(path: &Path) -> io::Result<DeviceFile> {
+        match OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path) {
+            Ok(file) => Ok(DeviceFile { file, direct: true }),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                Ok(DeviceFile { file: File::open(path)?, direct: false })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Takes a descriptor that another process has opened for reads.
+    ///
+    /// # Errors
+    /// If it is not a regular file, or if the system does not tell how it is open.
+    pub fn from_descriptor(descriptor: OwnedFd) -> io::Result<DeviceFile> {
+        let file = File::from(descriptor);
+        if !file.metadata()?.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the descriptor is not that of a file"));
+        }
+        // SAFETY: a system call on our own descriptor that passes no memory.
+        let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+        if flags < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(DeviceFile { file, direct: flags & libc::O_DIRECT != 0 })
+    }
+
+    /// Opens the same file once more, for another owner. Both have one state in the kernel.
+    ///
+    /// # Errors
+    /// If the process has no descriptor left.
+    pub fn try_clone(&self) -> io::Result<DeviceFile> {
+        Ok(DeviceFile { file: self.file.try_clone()?, direct: self.direct })
+    }
+
+    /// Fills `into` with the bytes at `offset`, and waits for them. With direct I/O, the address,
+    /// the length and the offset must be multiples of [`BLOCK_BYTES`].
+    ///
+    /// # Errors
+    /// `UnexpectedEof` if the file is shorter. `InvalidInput` if direct I/O refuses the memory.
+    pub fn read_exact_at(&self, into: &mut [u8], offset: u64) -> io::Result<()> {
+        self.file.read_exact_at(into, offset)
     }
 
     /// Creates a file with all its `bytes` allocated, and syncs it. Fails if the file exists or the
@@ -83,5 +128,11 @@ impl DeviceFile {
 
     pub(crate) fn raw(&self) -> RawFd {
         self.file.as_raw_fd()
+    }
+}
+
+impl AsFd for DeviceFile {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 }

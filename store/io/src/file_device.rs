@@ -168,6 +168,10 @@ impl Device for FileDevice {
         })
     }
 
+    fn open_read_only(&self, segment: u32) -> BoxFuture<'_, io::Result<DeviceFile>> {
+        Box::pin(self.call(move |directory| directory.open_read_only(segment)))
+    }
+
     fn remove(&self, segment: u32) -> BoxFuture<'_, io::Result<()>> {
         Box::pin(async move {
             self.detach(segment).await;

@@ -12,7 +12,6 @@
 //! - `file_device`, `directory`, [`file`](mod@file): [`FileDevice`], the device on a directory of
 //!   files.
 //! - [`ring`]: one io_uring and its executor.
-//! - `socket`: the send queue of a socket.
 //! - [`request`], `inbox`: requests and their way to the executor.
 
 pub mod device;
@@ -22,7 +21,6 @@ mod file_device;
 mod inbox;
 pub mod request;
 pub mod ring;
-mod socket;
 mod stats;
 mod timers;
 
@@ -32,5 +30,4 @@ pub use file::DeviceFile;
 pub use file_device::FileDevice;
 pub use request::{Block, Completion, Done, FileId, Operation, Priority, Request, RingClosed};
 pub use ring::{Executor, Ring, RingCapabilities, RingOptions, Task, UnknownExecutor};
-pub use socket::unacknowledged_bytes;
 pub use stats::RingStats;

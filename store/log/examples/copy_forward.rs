@@ -155,6 +155,7 @@ fn page(id: PageId) -> PageMeta {
         expires_unix_ms: 0,
         part_bytes: vec![PAGE_BYTES as u32],
         chunk_crcs: vec![0; PAGE_BYTES / larder_format::CHUNK_BYTES],
+        token_ids: Vec::new(),
     }
 }
 

@@ -1,6 +1,14 @@
 //! Memory of the index per page, and the time for which its lock stops lookups.
 //!
-//! `cargo run --release -p larder-log --example index_cost [PAGES] [PAGE_KIB] [NAMESPACES]`
+//! `cargo run --release -p larder-log --example index_cost [PAGES] [PAGE_KIB] [NAMESPACES]
+//! [LAPS] [--expiry] [--quota] [--pin]`
+//!
+//! The log has the segments that a node of this capacity has. Puts fill it LAPS times and a half
+//! before memory is measured, 1 by default. The index of a log that has run for long must not grow.
+//!
+//! With `--expiry` each page has an expiry, and with `--quota` each namespace a quota. Neither
+//! drops a page: a quota only costs the memory of its order. With `--pin` each page has a soft pin,
+//! so more pages are copied.
 //!
 //! There is no device: each planned write completes at once, so no bytes move, and no write is in
 //! flight for long. All else is the traffic of a node. The log is filled. Then one thread puts
@@ -10,17 +18,18 @@
 #![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a measurement: it reads the clock and /proc")]
 
 use larder_format::{CHUNK_BYTES, NamespaceId, PageId, PageKey, PageMeta};
-use larder_log::LogLock;
 use larder_log::machine::{
-    Append, CopyForward, Intent, KEEP_PERCENT_DEFAULT, Log, LogConfig, PrepareOutcome, ReadTicket, WriteOutcome,
+    Append, CopyForward, Intent, KEEP_PERCENT_DEFAULT, Log, LogConfig, Pin, PrepareOutcome, ReadTicket, WriteOutcome,
 };
+use larder_log::{L3Options, LogLock};
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::hash::{DefaultHasher, Hasher};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-const SEGMENT_BYTES: u64 = 1 << 30;
+/// Bytes of the puts beside which lookups are measured.
+const BUSY_BYTES: u64 = 3 << 30;
 /// Pages of a sequence: each but the first has a parent.
 const SEQUENCE: u64 = 15;
 const BYTES_PER_SECOND: u64 = 2_000_000_000;
@@ -35,23 +44,33 @@ const CALLS: [(&str, &str); 6] = [
 /// Cache lines of the table that the control probes: as large as the index of 4 million pages.
 const CONTROL_LINES: usize = 1 << 22;
 const IDLE: Duration = Duration::from_secs(3);
+/// Expiry of the first page, if it has one: a time in 2033.
+const FIRST_EXPIRY_MS: u64 = 2_000_000_000_000;
 /// Puts between two checks of the rate. A put per tick would measure the sleep.
 const BURST: u64 = 64;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let given: Vec<u64> = std::env::args().skip(1).map(|arg| arg.parse()).collect::<Result<_, _>>()?;
+    let (options, numbers): (Vec<_>, Vec<_>) = std::env::args().skip(1).partition(|arg| arg.starts_with("--"));
+    if let Some(unknown) = options.iter().find(|option| !["--expiry", "--quota", "--pin"].contains(&option.as_str())) {
+        return Err(format!("unknown option {unknown}; there are --expiry, --quota and --pin").into());
+    }
+    let has = |wanted: &str| options.iter().any(|option| option == wanted);
+    let orders = Orders { expiry: has("--expiry"), quota: has("--quota"), pin: has("--pin") };
+    let given: Vec<u64> = numbers.iter().map(|number| number.parse()).collect::<Result<_, _>>()?;
     let argument = |at: usize, default| given.get(at).copied().unwrap_or(default);
     let (pages, page_kib, namespaces) = (argument(0, 300_000), argument(1, 64), argument(2, 1));
+    let laps = argument(3, 1);
     let before = resident_bytes();
-    let bench = Bench::new(pages, page_kib << 10, namespaces);
+    let bench = Bench::new((pages, page_kib << 10, namespaces), orders);
     let mut writer = Writer { bench: &bench, next: 0, copying: None, held: BTreeMap::new() };
-    // Once around, so that all segments were recycled at least once.
-    while writer.next < bench.capacity_pages() * 3 / 2 {
+    while writer.next < bench.capacity_pages() * laps + bench.capacity_pages() / 2 {
         writer.put_and_read()?;
     }
     let counts = bench.log.lock().counts();
     let each = |bytes: f64| bytes / counts.pages as f64;
     println!("{} pages of {page_kib} KiB in {namespaces} namespaces, {} used", counts.pages, counts.kept_pages);
+    println!("filled {laps} times and a half, in segments of {} MiB", bench.segment_bytes >> 20);
+    println!("each with an expiry: {}, with a quota: {}, with a pin: {}", orders.expiry, orders.quota, orders.pin);
     println!("memory per page: {:.1} bytes resident", each(resident_bytes() - before));
     println!(
         "index per page:  {:.1} bytes by capacity",
@@ -62,7 +81,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let reader = scope.spawn(|| bench.look_up());
         std::thread::sleep(IDLE);
         bench.is_busy.store(true, Ordering::Relaxed);
-        let result = writer.put_at_rate(3 * SEGMENT_BYTES / bench.page_bytes);
+        let result = writer.put_at_rate(BUSY_BYTES / bench.page_bytes);
         bench.is_done.store(true, Ordering::Relaxed);
         result?;
         let latencies = reader.join().map_err(|_| "the thread of lookups panicked")?;
@@ -80,8 +99,18 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// Orders that the log keeps beside the index.
+#[derive(Debug, Clone, Copy)]
+struct Orders {
+    expiry: bool,
+    quota: bool,
+    pin: bool,
+}
+
 struct Bench {
     log: LogLock,
+    orders: Orders,
+    segment_bytes: u64,
     pages: u64,
     page_bytes: u64,
     namespaces: u64,
@@ -91,18 +120,22 @@ struct Bench {
 }
 
 impl Bench {
-    fn new(pages: u64, page_bytes: u64, namespaces: u64) -> Bench {
-        let record_bytes = page_bytes + 4096;
+    fn new((pages, page_bytes, namespaces): (u64, u64, u64), orders: Orders) -> Bench {
+        let capacity_bytes = pages * (page_bytes + 4096);
+        let segment_bytes = L3Options::new("", capacity_bytes).segment_bytes();
         let config = LogConfig {
-            segment_bytes: SEGMENT_BYTES,
-            segments_max: (pages * record_bytes).div_ceil(SEGMENT_BYTES).max(6) as u32,
+            segment_bytes,
+            segments_max: capacity_bytes.div_ceil(segment_bytes).max(6) as u32,
             hash_seed: 1,
             keep_percent: KEEP_PERCENT_DEFAULT,
-            quota_default: u64::MAX,
+            // One that no namespace reaches. `u64::MAX` is none.
+            quota_default: if orders.quota { u64::MAX - 1 } else { u64::MAX },
             pages_max: 2 * pages,
         };
         Bench {
             log: LogLock::new(Log::new(config)),
+            orders,
+            segment_bytes,
             pages,
             page_bytes,
             namespaces,
@@ -131,10 +164,16 @@ impl Bench {
             parent: if position == 0 { PageKey::NONE } else { self.id(number - 1).key },
             position,
             generation: number + 1,
-            expires_unix_ms: 0,
+            expires_unix_ms: if self.orders.expiry { self.expires_unix_ms(number) } else { 0 },
             part_bytes: vec![self.page_bytes as u32],
             chunk_crcs: vec![0; (self.page_bytes as usize).div_ceil(CHUNK_BYTES)],
+            token_ids: Vec::new(),
         }
+    }
+
+    /// Expiry in the far future, after the same time for each page.
+    fn expires_unix_ms(&self, number: u64) -> u64 {
+        FIRST_EXPIRY_MS + number * self.page_bytes / (BYTES_PER_SECOND / 1000)
     }
 
     /// Looks pages up and reports uses of them, until the writer is done. Returns the latencies in
@@ -245,6 +284,10 @@ impl Writer<'_> {
                 Append::AlreadyThere => break,
                 Append::Wait => self.work()?,
             }
+        }
+        if self.bench.orders.pin {
+            // A page whose segment is being reclaimed is not pinned.
+            let _ = self.locked("pin", |log| log.pin(&meta.id, Pin::Soft));
         }
         self.next += 1;
         self.bench.next.store(self.next, Ordering::Relaxed);

@@ -6,13 +6,15 @@
 //! memory.
 #![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a measurement: it reads the time")]
 
+#[path = "../../evict/examples/heap/mod.rs"]
+mod heap;
+
+use heap::held_bytes;
 use larder_format::disk::{BLOCK_BYTES, LogId, record_bytes};
 use larder_format::footer::{Footer, FooterRoom, PageSummary, RecordSummary};
 use larder_format::{NamespaceId, PageId, PageKey};
 use larder_log::machine::{FoundSegment, KEEP_PERCENT_DEFAULT, LogConfig, Recovery, SegmentScan, TAIL_BYTES};
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::error::Error;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 const LOG: LogId = [7; 16];
@@ -20,31 +22,6 @@ const SEGMENT_BYTES: u64 = 64 << 20;
 const PAGE_BYTES: u32 = 256 << 10;
 /// Pages per sequence.
 const SEQUENCE: u64 = 20;
-
-struct Counting;
-
-static HELD_BYTES: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is forwarded unchanged to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        HELD_BYTES.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller upholds the contract of this method, which is the same.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        HELD_BYTES.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller upholds the contract of this method, which is the same.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
-
-fn held_bytes() -> usize {
-    HELD_BYTES.load(Ordering::Relaxed)
-}
 
 /// A key as uniformly distributed as a hash.
 fn key(page: u64) -> PageKey {

@@ -2,7 +2,7 @@
 //! stop.
 
 use crate::copy_forward::{CopyForwardGuard, copy_forward};
-use crate::machine::{Intent, PlannedFooter, WriteOutcome};
+use crate::machine::{ExpirySweep, Intent, PlannedFooter, WriteOutcome};
 use crate::memory::private_memory;
 use crate::shared::{LogShared, Preparations};
 use larder_io::{Operation, Priority, TaskClass};
@@ -14,7 +14,7 @@ use std::time::Duration;
 /// Interval of background syncs. A written page is durable after it and the duration of the sync:
 /// within a second.
 const SYNC_INTERVAL: Duration = Duration::from_millis(500);
-/// Maximum number of pages that expire under one lock of the log. Readers get their turn between
+/// Maximum number of pages that expire under one lock of the log. Writers get their turn between
 /// two batches.
 const EXPIRE_PAGES: usize = 512;
 
@@ -49,14 +49,20 @@ pub(crate) async fn carry_out_intents(shared: Arc<LogShared>) {
 /// Syncs written data, drops expired pages and enforces new quotas, periodically, until the log is
 /// closed.
 pub(crate) async fn sync_and_expire_periodically(shared: Arc<LogShared>) {
+    let mut sweep = ExpirySweep::default();
     while shared.ensure_open().is_ok() {
         shared.device.sleep(SYNC_INTERVAL).await;
         if !fail_point!("log.no-background-sync") {
             shared.sync_all().await;
         }
         let now = shared.clock.now_unix_ms();
-        // Unlocks between batches, so that readers need not wait for all of them.
-        while shared.update_log(|log| log.drop_expired(now, EXPIRE_PAGES)) {
+        sweep.begin_part(shared.entries(), now);
+        while let Some(expired) = sweep.next_step(shared.entries(), now) {
+            // Unlocks between batches, so that writers need not wait for all of them.
+            for batch in expired.chunks(EXPIRE_PAGES) {
+                shared.update_log(|log| log.drop_expired(batch));
+                tokio::task::yield_now().await;
+            }
             tokio::task::yield_now().await;
         }
         while shared.update_log(|log| log.quota_step()) {

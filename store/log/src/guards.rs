@@ -6,8 +6,10 @@
 
 use crate::machine::{Entry, PlannedWrite, ReadTicket, RecordRef, WriteOutcome};
 use crate::shared::LogShared;
-use larder_format::PageId;
-use larder_format::disk::RecordHeader;
+use larder_format::disk::{BLOCK_BYTES, LogId, RecordHeader};
+use larder_format::{PageId, PageMeta};
+use larder_io::DeviceFile;
+use std::io;
 use std::sync::Arc;
 use tokio::sync::OwnedSemaphorePermit;
 
@@ -76,6 +78,42 @@ impl ReadGuard {
 
     pub(crate) fn target(&self) -> ReadTarget {
         self.target
+    }
+}
+
+/// Record of a page that another process reads by itself. The log does not reuse its segment until
+/// this is dropped. Owners must drop it in bounded time: a log of few segments waits for it.
+pub struct HeldRecord {
+    pub(crate) meta: PageMeta,
+    pub(crate) guard: ReadGuard,
+}
+
+impl HeldRecord {
+    /// Metadata of the page, with the checksums that prove its payload.
+    pub fn meta(&self) -> &PageMeta {
+        &self.meta
+    }
+
+    /// Identity of the log, and the number of its segment.
+    pub fn segment(&self) -> (LogId, u32) {
+        (self.guard.shared.log_id, self.guard.target.entry.place.segment)
+    }
+
+    /// Start of the payload in the file of the segment, in bytes: a multiple of [`BLOCK_BYTES`].
+    pub fn payload_offset(&self) -> u64 {
+        // The header takes the first block of the record.
+        self.guard.target.entry.place.offset + BLOCK_BYTES as u64
+    }
+
+    /// Opens the file of the segment for reads. It stays the same file while this is held.
+    pub async fn open_file(&self) -> io::Result<DeviceFile> {
+        self.guard.shared.device.open_read_only(self.guard.target.entry.place.segment).await
+    }
+}
+
+impl std::fmt::Debug for HeldRecord {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("HeldRecord").field("id", &self.meta.id).field("target", &self.guard.target).finish()
     }
 }
 

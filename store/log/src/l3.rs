@@ -1,7 +1,8 @@
 //! The handle of an L3.
 
+use crate::HeldRecord;
 use crate::background::{carry_out_intents, finish, sync_and_expire_periodically};
-use crate::machine::{Entry, Floors, Location, LogConfig, Pin, Recovery};
+use crate::machine::{Entry, Location, LogConfig, NamedPage, PageListener, Pin, Recovery, SharedFloors, Worth};
 use crate::options::{SMALL_FILES_BYTES, WRITE_QUEUE_BYTES_MAX};
 use crate::recovery::{self, RecoveryIo};
 use crate::report::{RecoveryProgress, RecoveryReport};
@@ -76,17 +77,32 @@ struct Running {
 impl L3 {
     /// Opens or creates the log in `options.dir`, on a device of its own. Fails if another process
     /// uses the directory.
-    pub async fn open(options: L3Options, arena: Arc<Arena>) -> Result<L3, L3Error> {
-        options.check()?;
-        let device = FileDevice::open(&options.dir, arena.clone(), options.ring())?;
-        L3::open_on(device, options, arena).await
+    // Boxed and never inlined: see `L3::open_on`.
+    #[inline(never)]
+    pub fn open(options: L3Options, arena: Arc<Arena>) -> BoxFuture<'static, Result<L3, L3Error>> {
+        Box::pin(async move {
+            options.check()?;
+            let device = FileDevice::open(&options.dir, arena.clone(), options.ring())?;
+            L3::start(device, options, arena).await
+        })
     }
 
     /// Opens or creates the log on `device`.
     ///
     /// The log serves reads at once. Recovery scans the segments in the background, newest first,
     /// and writers wait for its end: see [`L3::recovery`] and [`L3::recovered`].
-    pub async fn open_on(device: Arc<dyn Device>, options: L3Options, arena: Arc<Arena>) -> Result<L3, L3Error> {
+    // Boxed and never inlined. The compiler generates the code of an `async fn` in each crate that
+    // polls it: the whole log, in every test program.
+    #[inline(never)]
+    pub fn open_on(
+        device: Arc<dyn Device>,
+        options: L3Options,
+        arena: Arc<Arena>,
+    ) -> BoxFuture<'static, Result<L3, L3Error>> {
+        Box::pin(L3::start(device, options, arena))
+    }
+
+    async fn start(device: Arc<dyn Device>, options: L3Options, arena: Arc<Arena>) -> Result<L3, L3Error> {
         options.check()?;
         let began = tokio::time::Instant::now();
         let (superblock, created) = superblock::load_or_create(&*device, &options).await?;
@@ -102,7 +118,10 @@ impl L3 {
         let memory = recovery::scan_memory(&arena).map_err(L3Error::io("map memory to scan", device.path()))?;
         let io = RecoveryIo { device: &*device, memory: &memory, log_id };
         let found = recovery::find_segments(io, superblock.segment_bytes).await?;
-        let Recovery { log, discard, misplaced, header_repairs, scan_order } = Recovery::new(config, found);
+        let Recovery { mut log, discard, misplaced, header_repairs, scan_order } = Recovery::new(config, found);
+        if options.keep_names {
+            log.keep_names();
+        }
         // In this order: a misplaced segment may be the reason for the removals, so it must be
         // there until they are done.
         recovery::discard_segments(&*device, &discard, &scan_order).await?;
@@ -177,13 +196,11 @@ impl L3 {
         self.shared().with_log(|log| log.quota(namespace))
     }
 
-    /// Sets the floors of all namespaces, and removes those of others. When the log reclaims a
-    /// segment, it copies the pages without which a namespace would fall below its floor. Floors
-    /// count bytes of records, and shrink with a log whose file system is full. They do not survive
-    /// a restart.
-    pub fn set_floors(&self, floors: Floors) {
-        // Freed without the lock: there may be many.
-        drop(self.shared().update_log(|log| log.set_floors(floors)));
+    /// Keeps these floors, also as they change later. When the log reclaims a segment, it copies
+    /// the pages without which a namespace would fall below its floor. Floors count bytes of
+    /// records, and shrink with a log whose file system is full. They do not survive a restart.
+    pub fn share_floors(&self, floors: Arc<SharedFloors>) {
+        self.shared().update_log(|log| log.share_floors(floors));
     }
 
     /// Sets the pin of pages, and returns the number of pages that have it now.
@@ -201,10 +218,31 @@ impl L3 {
         ids.iter().for_each(|id| entries.touch(id));
     }
 
+    /// Records uses of pages as [`L3::touch`] does, with their worth from now on. If a reclaimed
+    /// segment has more used pages than copies have room, those of higher worth are kept. A page
+    /// that was copied has [`Worth::Usual`] again.
+    pub fn rank(&self, pages: &[(PageId, Worth)]) {
+        let entries = self.shared().entries();
+        pages.iter().for_each(|(id, worth)| entries.rank(id, *worth));
+    }
+
     /// Sets the listener for pages that were dropped because of damage. It runs on the device's
     /// executor, so it must neither block nor compute for long.
     pub fn on_damage(&self, listener: impl Fn(PageId) + Send + Sync + 'static) {
         self.shared().damage.set_listener(listener);
+    }
+
+    /// Sets the listener for pages that enter and leave the log. It hears of those from now on, if
+    /// [`L3Options::keep_names`] is set.
+    pub fn listen(&self, listener: Arc<dyn PageListener>) {
+        self.shared().update_log(|log| log.listen(listener));
+    }
+
+    /// Names of pages in the log, for a walk over all of them: see [`Log::names_from`].
+    ///
+    /// [`Log::names_from`]: crate::machine::Log::names_from
+    pub fn names_from(&self, place: u64, max: usize) -> (Vec<NamedPage>, Option<u64>) {
+        self.shared().with_log(|log| log.names_from(place, max))
     }
 
     pub(crate) fn shared(&self) -> &Arc<LogShared> {
@@ -257,6 +295,13 @@ impl L3 {
     pub async fn read_meta_at(&self, location: &L3Location, deadline: Instant) -> Result<Option<PageMeta>, L3Error> {
         self.shared().ensure_open()?;
         within(deadline, "a read", self.shared().read_meta_at(&location.0)).await
+    }
+
+    /// Keeps the record of a page that was looked up in place, so that another process can read it.
+    /// `None` as for [`read_at`](L3::read_at), and if the record is damaged or was just replaced.
+    pub async fn hold_at(&self, location: &L3Location, deadline: Instant) -> Result<Option<HeldRecord>, L3Error> {
+        self.shared().ensure_open()?;
+        within(deadline, "a read", self.shared().hold_at(&location.0)).await
     }
 
     /// Writes a page, and returns when the device has it. Readers find it from then on. It is

@@ -51,11 +51,12 @@ mod superblock;
 mod write;
 
 pub use error::L3Error;
+pub use guards::HeldRecord;
 pub use l3::{L3, L3Entry, L3Location};
 pub use list::ListedPages;
 pub use lock::LogLock;
-pub use machine::{FloorPart, Floors, Pin};
-pub use options::{L3Options, PAGE_MEMORY_BYTES, QUEUE_DEPTH_DEFAULT, WRITE_QUEUE_BYTES_MAX};
+pub use machine::{FloorPart, NamedPage, NamespacePages, PageListener, PageName, Pin, SharedFloors, Worth};
+pub use options::{L3Options, PAGE_MEMORY_BYTES, PIN_MEMORY_BYTES, QUEUE_DEPTH_DEFAULT, WRITE_QUEUE_BYTES_MAX};
 pub use report::{RecoveryProgress, RecoveryReport};
 pub use scrub::{ScrubProgress, ScrubRate};
 pub use stats::L3Stats;

@@ -1,9 +1,9 @@
 //! Enumeration of the pages of one namespace.
 
-use crate::machine::{Entry, RecordRef};
+use crate::machine::{Entry, NamespacePages, RecordRef};
 use crate::shared::LogShared;
 use crate::{L3, L3Error};
-use larder_format::{NamespaceId, PageMeta};
+use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_io::Priority;
 use larder_memory::Slot;
 use std::sync::Arc;
@@ -57,6 +57,18 @@ impl L3 {
     /// Number of pages of a namespace.
     pub fn pages_of(&self, namespace: &NamespaceId) -> u64 {
         self.shared().with_log(|log| log.pages_of(namespace))
+    }
+
+    /// Namespaces with pages, in the order of their ids, at most `max`. Costs time under the lock
+    /// of the log for each of them.
+    pub fn namespaces(&self, max: usize) -> Vec<NamespacePages> {
+        self.shared().with_log(|log| log.namespaces(max))
+    }
+
+    /// Time at which a page last left the log for lack of room, in milliseconds since 1970, to the
+    /// second. `None` if it did not since the start, or if the log has no record of it any more.
+    pub fn departed_unix_ms(&self, id: &PageId) -> Option<u64> {
+        self.shared().entries().departed_unix_ms(id)
     }
 }
 

@@ -30,13 +30,15 @@
 //! | `Segments` | `segments`, `segment` | segment states, epochs, numbers, requests in flight |
 //! | `Index` | `index`, `entry` | fallback records, namespaces |
 //! | `SharedIndex` | `shared_index`, `segment_reads` | page → record, uses, reads in flight |
-//! | `Retention` | `retention` | pins, floors, order by quota and by expiry |
+//! | `Departed` | `departed` | pages that lately left for lack of room |
+//! | `Retention` | `retention` | pins, floors, order by quota |
+//! | `Names` | `names` | starts of the keys, if a listener follows the pages |
 //! | `UnindexedRecords` | `unindexed` | records that a crash could bring back |
 //! | `RecoveryState` | `recovery` | progress of the start |
 //!
 //! Operations: `append` (writes), `read`, `forget`, `sync`, `pages` (changes of index entries),
-//! `quota`, `prepare` (the next segment), `copy_forward`, `footer`, `scrub`; `triage`, `scan` and
-//! `recovery` at a start.
+//! `expiry`, `quota`, `prepare` (the next segment), `copy_forward`, `footer`, `scrub`; `triage`,
+//! `scan` and `recovery` at a start.
 
 use larder_format::disk::{BLOCK_BYTES, RecordHeader, RecordPlace, record_bytes};
 use larder_format::footer::{Footer, FooterRoom};
@@ -48,10 +50,14 @@ use thiserror::Error;
 
 mod append;
 mod copy_forward;
+mod departed;
 mod entry;
+mod expiry;
+mod floors;
 mod footer;
 mod forget;
 mod index;
+mod names;
 mod pages;
 mod prepare;
 mod quota;
@@ -72,12 +78,16 @@ mod unindexed;
 
 pub use append::{Append, AppendError, PlannedWrite, WriteOutcome};
 pub use copy_forward::CopyForward;
+pub use expiry::ExpirySweep;
+pub use floors::{FloorPart, SharedFloors};
 pub use footer::PlannedFooter;
 pub use forget::Forget;
+pub use index::NamespacePages;
+pub use names::{NamedPage, PageListener, PageName};
 pub use prepare::{Prepare, PrepareOutcome};
 pub use read::{Location, ReadTicket, RecordRef};
 pub use recovery::{RecoveryError, RecoveryResult};
-pub use retention::{FloorPart, Floors, Pin, PinError};
+pub use retention::{Pin, PinError, Worth};
 pub use scan::{ScanRead, ScannedSegment, SegmentScan, TAIL_BYTES};
 pub use scrub::ScrubList;
 pub use shared_index::SharedIndex;
@@ -85,6 +95,7 @@ pub use sync::SyncTicket;
 pub use triage::{FoundSegment, Recovery, SegmentEpoch};
 
 use index::Index;
+use names::Names;
 use prepare::NextSegment;
 use recovery::RecoveryState;
 use retention::Retention;
@@ -103,7 +114,7 @@ pub struct LogConfig {
     pub hash_seed: u64,
     /// Maximum percentage of a segment for copies of pages that were used, when another segment is
     /// reclaimed, on average. With 0, pages are evicted in the order in which they came. Default
-    /// [`KEEP_PERCENT_DEFAULT`], maximum 90.
+    /// [`KEEP_PERCENT_DEFAULT`], maximum 75.
     pub keep_percent: u8,
     /// Quota in bytes of a namespace for which [`Log::set_quota`] set none. `u64::MAX` for no
     /// limit.
@@ -196,6 +207,8 @@ pub struct Log {
     index: Index,
     retention: Retention,
     unindexed: UnindexedRecords,
+    /// `None` if the log keeps no names.
+    names: Option<Names>,
     /// Namespaces whose new quota is being enforced, with the next shard of the index to scan.
     quota_steps: BTreeMap<u32, usize>,
     /// Present until every segment was recovered.
@@ -229,6 +242,7 @@ impl Log {
             index: Index::new(&config, reads),
             retention: Retention::default(),
             unindexed: UnindexedRecords::default(),
+            names: None,
             quota_steps: BTreeMap::new(),
             recovery: None,
             copy_credit: config.copy_credit_max(),
@@ -296,7 +310,8 @@ impl Log {
 
     /// Bytes of heap memory of the indices, without [`SharedIndex::memory_bytes`].
     pub fn index_bytes(&self) -> u64 {
-        (self.index.memory_bytes() + self.segments.memory_bytes()) as u64
+        let names = self.names.as_ref().map_or(0, Names::memory_bytes);
+        (self.index.memory_bytes() + self.segments.memory_bytes() + names) as u64
     }
 
     /// Takes the next background work. Any call with `&mut self` may add some.

@@ -1,16 +1,24 @@
 //! Options of an L3, their checks, and the sizes that follow from them.
 
 use crate::L3Error;
-use crate::machine::LogConfig;
+use crate::machine::{KEEP_PERCENT_DEFAULT, LogConfig, PageName};
 use larder_format::disk::{BLOCK_BYTES, SEGMENT_BYTES_MIN, record_bytes};
 use larder_io::{Executor, RingOptions};
 use larder_runtime::Clock;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Memory of a page that the log keeps track of, in bytes, at most. The index takes 63, which the
-/// example `index_cost` measures, and the orders by expiry and by quota some 30 each.
+/// Memory of a page that the log keeps track of, in bytes, at most, without its pin. The index
+/// takes 63, and the order by quota at most 30. The example `index_cost` measures both. The rest is
+/// for small logs: until a segment has its footer, each of its pages takes 144 more.
 pub const PAGE_MEMORY_BYTES: u64 = 128;
+/// Memory of a pin, in bytes, at most. A leaf of the tree of pins takes a chunk of 80 bytes and
+/// holds 5 to 11 pins of 5 bytes. An inner node takes 176 bytes and has 6 children or more. So the
+/// least full tree takes 19.2 bytes per pin.
+pub const PIN_MEMORY_BYTES: u64 = 20;
+/// Memory of a page's name, in bytes, at most: a list that grows doubles, and then has its old
+/// memory too.
+const NAME_MEMORY_BYTES: u64 = 3 * size_of::<PageName>() as u64;
 /// Memory for scans, and for the header blocks of queued writes. Each record of the write queue has
 /// a block, and the smallest takes two blocks.
 const BUFFER_BYTES_MAX: u64 = (16 << 20) + WRITE_QUEUE_BYTES_MAX as u64 / 2;
@@ -70,6 +78,8 @@ pub struct L3Options {
     pub scrub_bytes_per_second: u64,
     /// Time between two passes of the scrub. Default one day.
     pub scrub_interval: Duration,
+    /// Keeps names of the pages, for [`L3::listen`](crate::L3::listen). Default: false.
+    pub keep_names: bool,
     pub executor: Executor,
     /// Source of the wall-clock time, by which pages expire.
     pub clock: Clock,
@@ -85,22 +95,36 @@ impl L3Options {
             capacity_bytes,
             segment_bytes: 0,
             queue_depth: QUEUE_DEPTH_DEFAULT,
-            keep_percent: 50,
+            keep_percent: KEEP_PERCENT_DEFAULT,
             quota_default: u64::MAX,
             pages_max: u64::MAX,
             scrub_bytes_per_second: 256 << 20,
             scrub_interval: Duration::from_secs(24 * 3600),
+            keep_names: false,
             executor: Executor::default(),
             clock: Clock::system(),
             seed: None,
         }
     }
 
-    /// Maximum memory of the index and of everything else that the log keeps per page, in bytes.
+    /// Maximum memory of the index and of all else that the log keeps per page, in bytes, without
+    /// pins.
     pub fn index_memory_max(&self) -> u64 {
+        let name_bytes = if self.keep_names { NAME_MEMORY_BYTES } else { 0 };
+        self.pages_in_memory_max() * (PAGE_MEMORY_BYTES + name_bytes)
+    }
+
+    /// Maximum memory of pins, in bytes. Any page may have one, because only hard pins have a bound
+    /// of their own.
+    pub fn pin_memory_max(&self) -> u64 {
+        self.pages_in_memory_max() * PIN_MEMORY_BYTES
+    }
+
+    /// Maximum number of pages that the log keeps track of.
+    fn pages_in_memory_max(&self) -> u64 {
         let smallest = record_bytes(1) as u64;
         let pages_max = self.pages_max.max(LogConfig::pages_max_min(self.segment_bytes()));
-        pages_max.min(self.capacity_bytes / smallest) * PAGE_MEMORY_BYTES
+        pages_max.min(self.capacity_bytes / smallest)
     }
 
     /// Maximum memory of the log's buffers, in bytes.
@@ -114,7 +138,8 @@ impl L3Options {
         self.segments_max(self.segment_bytes()).map_or(0, u64::from) + DESCRIPTORS_BESIDE_SEGMENTS
     }
 
-    pub(crate) fn segment_bytes(&self) -> u64 {
+    /// Bytes of a segment of a new log: the field `segment_bytes`, or the choice that it leaves.
+    pub fn segment_bytes(&self) -> u64 {
         if self.segment_bytes != 0 {
             return self.segment_bytes;
         }

@@ -5,7 +5,7 @@
 //! evidence.
 
 use crate::L3Error;
-use crate::guards::{ReadGuard, ReadTarget};
+use crate::guards::{HeldRecord, ReadGuard, ReadTarget};
 use crate::machine::{Location, ReadTicket, RecordRef};
 use crate::memory::RecordMemory;
 use crate::shared::LogShared;
@@ -73,6 +73,20 @@ impl LogShared {
             return self.read_header(other).await;
         }
         meta
+    }
+
+    /// Keeps the record of a page in place, and reads its header as
+    /// [`LogShared::read_meta_at`] does. Does not try another record: the caller reads the page
+    /// through the log then.
+    pub(crate) async fn hold_at(self: &Arc<Self>, location: &Location) -> Result<Option<HeldRecord>, L3Error> {
+        let now = self.clock.now_unix_ms();
+        let Some(ticket) = self.entries().begin_read_at(location, now) else { return Ok(None) };
+        let guard = ReadGuard::new(self, ticket);
+        let record = guard.target().record;
+        // `None` if the record was replaced just now.
+        let Some(ticket) = self.entries().begin_maintenance_read(record) else { return Ok(None) };
+        let meta = self.read_header(ticket).await?.filter(|meta| meta.id == location.id);
+        Ok(meta.map(|meta| HeldRecord { meta, guard }))
     }
 
     /// Begins a read of the record that the index names now, unless it is `first`. The read of

@@ -14,6 +14,7 @@
 //! - [`machine`]: the memory that the machine has.
 //! - [`plan`]: upper bound of the memory of a process.
 //! - [`share`]: the arena in other processes of the machine, and their memory in the node.
+//! - [`socket`]: bytes in the send queue of a socket.
 //! - [`span`]: traits for memory that a device may access by itself.
 
 pub mod arena;
@@ -21,6 +22,7 @@ pub mod extent;
 pub mod machine;
 pub mod plan;
 pub mod share;
+pub mod socket;
 pub mod span;
 
 pub use arena::{Arena, ArenaSharing, PrivateBlock, Slot, SlotMut, SlotPart, SlotPartMut, SlotSlice};

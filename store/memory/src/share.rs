@@ -24,6 +24,7 @@ mod copy;
 mod handshake;
 mod listener;
 mod peer_memory;
+mod session_files;
 mod shared_memory;
 mod span;
 
@@ -32,6 +33,7 @@ pub use child_closes::{Descriptors, after_fork_in_child, after_fork_in_parent, b
 pub use copy::copy_out;
 pub use listener::{ArenaListener, ArenaSession, read_only};
 pub use peer_memory::{PeerMemory, PeerMemoryFile};
+pub use session_files::ExpectedFiles;
 pub use shared_memory::{SharedBlock, SharedMemory};
 
 use std::io;

@@ -143,14 +143,7 @@ impl Bench {
     /// Puts the next page. Waits while L3 has too much to write.
     fn put(&self) {
         let id = self.id(self.put.fetch_add(1, Ordering::Relaxed));
-        let page = Reserved {
-            key: id.key,
-            parent: PageKey::NONE,
-            position: 0,
-            ttl_ms: 0,
-            part_bytes: vec![self.page_bytes as u32],
-            copy_of: None,
-        };
+        let page = Reserved::first(id.key, vec![self.page_bytes as u32]);
         let put = loop {
             match self.store.reserve(id, page.clone()) {
                 Ok(put) => break put,

@@ -30,15 +30,7 @@ fn id(number: u32) -> PageId {
 }
 
 fn put(store: &Store, number: u32) {
-    let key = id(number).key;
-    let page = Reserved {
-        key,
-        parent: PageKey::NONE,
-        position: 0,
-        ttl_ms: 0,
-        part_bytes: vec![PAGE_BYTES as u32],
-        copy_of: None,
-    };
+    let page = Reserved::first(id(number).key, vec![PAGE_BYTES as u32]);
     let put = store.reserve(id(number), page).expect("room");
     let part = put.take_part(0, PAGE_BYTES).expect("the first part");
     let crcs = chunk_crcs(&part).collect();

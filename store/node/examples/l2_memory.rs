@@ -30,8 +30,7 @@ fn put(store: &Store, number: u32) {
     let position = number % SEQUENCE;
     let parent = if position == 0 { PageKey::NONE } else { key(number - 1) };
     let id = PageId { namespace: NamespaceId([1; 32]), key: key(number) };
-    let page =
-        Reserved { key: id.key, parent, position, ttl_ms: 0, part_bytes: vec![PAGE_BYTES as u32], copy_of: None };
+    let page = Reserved { parent, position, ..Reserved::first(id.key, vec![PAGE_BYTES as u32]) };
     let put = store.reserve(id, page).expect("room");
     let part = put.take_part(0, PAGE_BYTES).expect("the first part");
     let crcs = chunk_crcs(&part).collect();

@@ -44,8 +44,7 @@ use crate::tiers::WriteLoad;
 pub(crate) use account::{Account, Charge};
 use larder_runtime::now;
 use larder_runtime::sync::Mutex;
-use line::{Ahead, Line};
-use place_queue::Refused;
+use line::{Ahead, Line, Served};
 use rates::{ReadRate, RefusedReads, ReleaseRate};
 use readers::ReaderOrder;
 use serde_json::json;
@@ -186,6 +185,9 @@ struct BudgetState {
     put_time: MeanTime,
     written_puts: WrittenPuts,
     forecasts: BTreeMap<Scope, Forecast>,
+    /// Writers that all forecasts so far visited.
+    #[cfg(test)]
+    forecast_visits: usize,
 }
 
 /// A read that waits for memory. It refers to its account weakly, so a queue entry does not keep a
@@ -204,8 +206,8 @@ struct ConnectionUsage {
     /// True if the budget refused the latest charge for a put, until the client is told. If it did
     /// not, and the put was refused, the tiers had no room.
     put_refused: bool,
-    /// Refusal of the place in the line, if the latest charge for a put took its first bytes.
-    served: Option<Refused>,
+    /// Position of the place in the line, if the latest charge for a put took its first bytes.
+    served: Option<Served>,
     read_rate: ReadRate,
     refused_reads: RefusedReads,
     progress: Arc<Progress>,
@@ -471,8 +473,9 @@ impl Budget {
         let index = kind as usize;
         let node_max = self.node_max[index];
         // The first charge is always within the bound, so that a page larger than the bound moves.
-        // The subtraction saturates because a total below the bound is the normal case.
-        let over = |used: u64, max: u64| if used == 0 || bytes == 0 { 0 } else { (used + bytes).saturating_sub(max) };
+        // It needs no more than the bytes in use. The subtraction saturates because a total below
+        // the bound is the normal case.
+        let over = |used: u64, max: u64| if bytes == 0 { 0 } else { (used + bytes).saturating_sub(max).min(used) };
         let writes = if kind == Kind::Puts { self.writes.bytes() } else { 0 };
         let mut node_used = state.used[index] + ahead.of_all + writes;
         let Some(connection) = state.connections.get(&number) else {
@@ -513,6 +516,10 @@ impl Budget {
         }
         if !state.forecasts.contains_key(&scope) {
             let forecast = state.forecast(scope, self.node_max[Kind::Puts as usize], &self.writes, now);
+            #[cfg(test)]
+            {
+                state.forecast_visits += forecast.visits;
+            }
             state.forecasts.insert(scope, forecast);
         }
         &state.forecasts[&scope]
@@ -630,6 +637,8 @@ mod account_tests;
 mod crowd_tests;
 #[cfg(test)]
 mod room_tests;
+#[cfg(test)]
+mod share_tests;
 #[cfg(test)]
 mod tests;
 #[cfg(all(test, feature = "shuttle"))]

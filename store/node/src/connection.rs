@@ -19,15 +19,18 @@
 //! | `arriving` | bodies that stall while others need their memory |
 //! | `open_puts`, `parts` | puts of this connection; receiving their parts |
 //! | `get`, `follow`, `lookup` | reads |
+//! | `extents` | reads of L3 by clients of this machine |
 //! | `holdings` | pages held for this client |
 //! | `rdma` | its RDMA channels and grants |
-//! | `page_admin` | warm, forget, pin, suspect, compare |
+//! | `page_admin` | warm, forget, pin, suspect, compare, explain |
 //! | `outbox`, `busy` | answers; busy answers |
 //! | `tasks` | tasks of waiting requests |
+//! | `turn` | lookups after which other connections go first |
 //! | `socket` | fair sharing of socket work between connections |
 
 mod arriving;
 mod busy;
+mod extents;
 mod follow;
 mod get;
 mod handshake;
@@ -43,6 +46,7 @@ mod refusal;
 mod requests;
 mod socket;
 mod tasks;
+mod turn;
 
 use crate::budget::{Account, Charge};
 use crate::members::MemberOwner;
@@ -50,6 +54,8 @@ use crate::places::{Peer, Place};
 use crate::state::NodeState;
 use crate::tiers::NamespaceUser;
 pub(crate) use arriving::ArrivingBodies;
+pub(crate) use extents::ExtentLimits;
+use extents::ExtentSession;
 use handshake::Stranger;
 use holdings::{Holdings, InPlaceHolds};
 use larder_format::NamespaceId;
@@ -75,6 +81,7 @@ use tasks::RequestTasks;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::Semaphore;
 use tokio_util::task::AbortOnDropHandle;
+use turn::Turn;
 
 /// Silence after which the kernel probes a client. With the interval and the retries below, a
 /// client that lost power is disconnected after a minute.
@@ -101,7 +108,10 @@ struct Connection {
     shared_parts: SharedParts,
     holdings: Holdings,
     rdma: Arc<ClientChannels>,
+    /// `None` without an arena session.
+    extents: Option<Arc<ExtentSession>>,
     tasks: RequestTasks,
+    turn: Turn,
     received_at: Instant,
     /// `None` in a simulation, which admits all its clients.
     place: Option<Arc<Place>>,
@@ -113,6 +123,8 @@ struct Namespace {
     id: NamespaceId,
     /// Length of each part of a page, in bytes.
     part_table: Vec<u32>,
+    /// Maximum number of token ids of a page. Only the engine knows the tokens of an opaque page.
+    token_ids_max: usize,
 }
 
 impl Connection {
@@ -173,7 +185,7 @@ pub(crate) async fn serve_tcp(node: Arc<NodeState>, stream: TcpStream, place: Ar
     let peer = prepare_tcp(&stream).map_or_else(|| "unknown address".to_string(), |address| address.to_string());
     let (read, write) = stream.into_split();
     let read = BusyPollSource::new(read, node.busy_poll);
-    run(node, peer, (read, write), None, None, Some(place)).await;
+    run(node, peer, (read, write), None, LocalClient::default(), Some(place)).await;
 }
 
 /// Sets the options of a client's socket, and returns the client's address.
@@ -191,7 +203,7 @@ pub(crate) fn prepare_tcp(stream: &TcpStream) -> Option<SocketAddr> {
 }
 
 pub(crate) async fn serve<R: ByteSource, W: ByteSink>(node: Arc<NodeState>, peer: String, read: R, write: W) {
-    run(node, peer, (read, write), None, None, None).await;
+    run(node, peer, (read, write), None, LocalClient::default(), None).await;
 }
 
 /// Serves a process of the same machine. Pages that it reads in place stay held until it releases
@@ -202,7 +214,7 @@ pub(crate) async fn serve_local(node: Arc<NodeState>, stream: UnixStream, arena:
     let peer = "local client".to_string();
     let handshake = async {
         let session = ArenaSession::start(&stream, arena.file.as_fd(), arena.bytes).await?;
-        io::Result::Ok((session, PeerMemoryFile::receive(&stream).await?))
+        io::Result::Ok((Arc::new(session), PeerMemoryFile::receive(&stream).await?))
     };
     let (session, peer_memory) = match tokio::time::timeout(node.handshake_timeout(), handshake).await {
         Ok(Ok(started)) => started,
@@ -214,21 +226,31 @@ pub(crate) async fn serve_local(node: Arc<NodeState>, stream: UnixStream, arena:
     let (read, write) = stream.into_split();
     // The process may map the arena for long after its connection has ended.
     let descriptor = place.keep_descriptors(1);
+    let ended = session.clone();
     let session_end = async move {
-        session.ended().await;
+        ended.ended().await;
         drop((permit, descriptor));
     };
-    let peer_memory = peer_memory.map(|memory| Arc::new(memory) as Arc<dyn PeerMemory>);
-    serve_in_place(node, peer, (read, write), peer_memory, session_end, Some(place)).await;
+    let memory = peer_memory.map(|memory| Arc::new(memory) as Arc<dyn PeerMemory>);
+    let client = LocalClient { memory, session: Some(session) };
+    serve_in_place(node, peer, (read, write), client, session_end, Some(place)).await;
 }
 
-/// Serves one client that reads pages in place until `session_end` resolves. Parts that it puts may
-/// be copied from `peer_memory`.
+/// Means that a process of the same machine shares with the node. The default has none.
+#[derive(Default)]
+pub(crate) struct LocalClient {
+    /// Memory from which parts of puts are copied.
+    pub(crate) memory: Option<Arc<dyn PeerMemory>>,
+    /// Session over which the node sends files.
+    pub(crate) session: Option<Arc<ArenaSession>>,
+}
+
+/// Serves one client that reads pages in place until `session_end` resolves.
 pub(crate) async fn serve_in_place<R: ByteSource, W: ByteSink>(
     node: Arc<NodeState>,
     peer: String,
     streams: (R, W),
-    peer_memory: Option<Arc<dyn PeerMemory>>,
+    client: LocalClient,
     session_end: impl Future<Output = ()> + Send + 'static,
     place: Option<Arc<Place>>,
 ) {
@@ -239,7 +261,7 @@ pub(crate) async fn serve_in_place<R: ByteSource, W: ByteSink>(
         session_end.await;
         drop(until_session_end);
     });
-    run(node, peer, streams, Some(holds.clone()), peer_memory, place).await;
+    run(node, peer, streams, Some(holds.clone()), client, place).await;
     if fail_point!("node.holds-end-with-connection") {
         holds.clear();
     }
@@ -258,7 +280,7 @@ async fn run<R: ByteSource, W: ByteSink>(
     peer: String,
     (read, write): (R, W),
     in_place: Option<Arc<InPlaceHolds>>,
-    peer_memory: Option<Arc<dyn PeerMemory>>,
+    client: LocalClient,
     place: Option<Arc<Place>>,
 ) {
     let account = node.store.budget().open();
@@ -286,10 +308,12 @@ async fn run<R: ByteSource, W: ByteSink>(
                 _user: greeting.user,
                 puts: OpenPuts::default(),
                 member: node.members.owner(peer.parse::<SocketAddr>().map_or(Peer::Local, Peer::of)),
-                shared_parts: SharedParts::new(peer_memory),
+                shared_parts: SharedParts::new(client.memory),
                 holdings: Holdings::new(in_place),
                 rdma: Arc::default(),
+                extents: client.session.map(ExtentSession::new),
                 tasks: RequestTasks::new(),
+                turn: Turn::default(),
                 received_at: now(),
                 place,
                 charge: None,

@@ -6,11 +6,13 @@
 use crate::connection::REFUSALS_MAX;
 use crate::options::NodeOptions;
 use crate::places::CLOSING_MAX;
+use larder_wire::MAX_EXTENT_FILES;
 use rustix::process::{Resource, getrlimit};
 
-/// Descriptors of everything but connections, devices and the admin port: listeners, refused
-/// connections that wait for their answer, connections that are being closed, and the runtime.
-const OTHER_DESCRIPTORS: u64 = 64 + 2 * REFUSALS_MAX as u64 + CLOSING_MAX as u64;
+/// Descriptors of everything but connections, devices, the admin port and KV events: listeners,
+/// refused connections that wait for their answer, connections that are being closed, files for
+/// clients that read L3, and the runtime.
+const OTHER_DESCRIPTORS: u64 = 64 + 2 * REFUSALS_MAX as u64 + CLOSING_MAX as u64 + MAX_EXTENT_FILES as u64;
 /// Descriptors for connections that a node has at least, whatever its devices need. The reserve of
 /// each device lets its log go on for a while.
 const CONNECTION_DESCRIPTORS_MIN: u64 = 64;
@@ -27,7 +29,7 @@ pub(crate) fn for_connections(options: &NodeOptions) -> usize {
     let devices = options.l3_devices();
     let of_devices: u64 = devices.iter().map(|device| options.log_options(device).descriptors_max()).sum();
     let of_admin_port = options.admin_listen.map_or(0, |_| options.http.connections_max as u64);
-    let reserved = of_devices + of_admin_port;
+    let reserved = of_devices + of_admin_port + options.kv_events_connections().unwrap_or_default() as u64;
     let left = left_for_connections(limit, reserved);
     let wanted = options.connections_max as u64;
     if left < wanted {
@@ -53,7 +55,7 @@ mod tests {
 
     #[test]
     fn devices_keep_their_descriptors() {
-        assert_eq!(left_for_connections(1024, 112), 656);
+        assert_eq!(left_for_connections(1024, 112), 640);
         assert_eq!(left_for_connections(256, 112), CONNECTION_DESCRIPTORS_MIN);
         assert_eq!(left_for_connections(64, 4096), CONNECTION_DESCRIPTORS_MIN);
     }

@@ -11,19 +11,23 @@
 //! device's capacity. A write that fails goes to the next device in that order. A read asks any
 //! device that has the page, so an operator may add, remove and reorder devices.
 
+mod ranks;
+
 use crate::health::{Admission, Fault, Health};
 use crate::options::{L3Device, NodeOptions};
+use crate::page_changes::L3Changes;
 use crate::policy::mixed;
 use futures::future::join_all;
 use larder_format::{NamespaceId, PageId, PageMeta};
 use larder_log::machine::AppendError;
-use larder_log::{Floors, L3, L3Error, L3Location, L3Options, ListedPages, Pin};
+use larder_log::{HeldRecord, L3, L3Error, L3Location, L3Options, ListedPages, NamedPage, Pin, SharedFloors};
 use larder_memory::{Arena, Slot};
 use larder_runtime::sync::{Mutex, MutexGuard};
 use larder_runtime::{Clock, fail_point, now};
 use larder_wire::PinKind;
 use serde_json::{Value, json};
 use std::cmp::Ordering;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -85,7 +89,7 @@ pub(crate) struct DeviceCondition {
 }
 
 /// Location of a page on one device. A hint: the record may move or disappear before the read,
-/// which verifies it. See `Tiers::lookup`.
+/// which verifies it. See `Tiers::find`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DeviceLocation {
     device: usize,
@@ -240,6 +244,11 @@ impl Devices {
         self.read_with(location, |l3, record| async move { l3.read_meta_at(&record, now() + READ_TIMEOUT).await }).await
     }
 
+    /// Holds the record of a page like [`Devices::read`], without reading its payload.
+    pub(crate) async fn hold(&self, location: &DeviceLocation) -> Result<Option<HeldRecord>, L3Error> {
+        self.read_with(location, |l3, record| async move { l3.hold_at(&record, now() + READ_TIMEOUT).await }).await
+    }
+
     async fn read_with<T, F: Future<Output = Result<Option<T>, L3Error>>>(
         &self,
         location: &DeviceLocation,
@@ -337,9 +346,37 @@ impl Devices {
         self.devices.iter().any(|device| device.l3.recovery().report.is_none())
     }
 
+    /// Returns `true` if a configured device may have pages that no count has: its log recovers, or
+    /// did not open.
+    pub(crate) fn may_have_more_pages(&self) -> bool {
+        !self.unopened.is_empty() || self.is_recovering()
+    }
+
+    /// Directories whose logs did not open. Their pages are not served.
+    pub(crate) fn unopened_dirs(&self) -> Vec<PathBuf> {
+        self.unopened.iter().map(|device| device.dir.clone()).collect()
+    }
+
     /// Number of pages of a namespace. A page on two devices counts twice.
     pub(crate) fn pages_of(&self, namespace: &NamespaceId) -> u64 {
         self.devices.iter().map(|device| device.l3.pages_of(namespace)).sum()
+    }
+
+    /// Pages of the namespaces on all devices, and the bytes of their records. At most `max`
+    /// namespaces of each device.
+    pub(crate) fn namespaces(&self, max: usize) -> BTreeMap<NamespaceId, (u64, u64)> {
+        let mut all = BTreeMap::<NamespaceId, (u64, u64)>::new();
+        for used in self.devices.iter().flat_map(|device| device.l3.namespaces(max)) {
+            let (pages, bytes) = all.entry(used.namespace).or_default();
+            *pages += used.pages;
+            *bytes += used.bytes;
+        }
+        all
+    }
+
+    /// Time at which a page last left a device for lack of room, in milliseconds since 1970.
+    pub(crate) fn departed_unix_ms(&self, id: &PageId) -> Option<u64> {
+        self.devices.iter().filter_map(|device| device.l3.departed_unix_ms(id)).max()
     }
 
     /// Reads the next pages of a namespace on one device: see [`L3::list`]. A device that is gone
@@ -391,10 +428,10 @@ impl Devices {
         }
     }
 
-    /// Sets the floors of all namespaces in use.
-    pub(crate) fn set_floors(&self, floors: &Floors) {
+    /// Lets all logs keep these floors, also as they change later.
+    pub(crate) fn share_floors(&self, floors: &Arc<SharedFloors>) {
         for device in &self.devices {
-            device.l3.set_floors(floors.clone());
+            device.l3.share_floors(floors.clone());
         }
     }
 
@@ -419,7 +456,7 @@ impl Devices {
         self.devices.iter().for_each(|device| device.l3.scrub_now());
     }
 
-    /// Reports hits in L2, so that the logs keep the pages longer.
+    /// Reports uses of pages, so that the logs keep them longer.
     pub(crate) fn touch(&self, ids: &[PageId]) {
         self.devices.iter().for_each(|device| device.l3.touch(ids));
     }
@@ -431,6 +468,16 @@ impl Devices {
             let listener = listener.clone();
             device.l3.on_damage(move |id| listener(id));
         }
+    }
+
+    /// Sets the listener for pages that enter and leave the logs.
+    pub(crate) fn listen(&self, listener: &Arc<L3Changes>) {
+        self.devices.iter().for_each(|device| device.l3.listen(listener.clone()));
+    }
+
+    /// Names of pages on a device, as [`L3::names_from`]. `None` if there is no such device.
+    pub(crate) fn names_from(&self, device: usize, place: u64, max: usize) -> Option<(Vec<NamedPage>, Option<u64>)> {
+        Some(self.devices.get(device)?.l3.names_from(place, max))
     }
 
     /// Waits for writes in flight and closes all logs.

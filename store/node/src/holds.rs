@@ -8,6 +8,7 @@
 use crate::page::Page;
 use larder_format::PageId;
 use larder_runtime::sync::Mutex;
+use larder_runtime::sync::atomic::{AtomicUsize, Ordering};
 use larder_runtime::{fail_point, race_point};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,6 +17,9 @@ pub(crate) struct Holds {
     bytes_max: u64,
     /// A leaf lock: see the lock order in [`crate::tiers`].
     held: Mutex<HeldPages>,
+    /// Number of entries in `held`, changed under its lock. Lookups read it first: each would wait
+    /// for the puts that withhold pages otherwise.
+    count: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -63,6 +67,7 @@ impl Drop for Hold {
         entry.holds -= 1;
         if entry.holds == 0 {
             let last = held.pages.remove(&key_of(&self.page));
+            self.holds.count.store(held.pages.len(), Ordering::Release);
             held.bytes -= u64::from(self.page.bytes());
             // Freeing arena memory can take long, so it happens without the lock.
             drop(held);
@@ -73,7 +78,7 @@ impl Drop for Hold {
 
 impl Holds {
     pub(crate) fn new(bytes_max: u64) -> Arc<Self> {
-        Arc::new(Self { bytes_max, held: Mutex::default() })
+        Arc::new(Self { bytes_max, held: Mutex::default(), count: AtomicUsize::new(0) })
     }
 
     /// Holds a page if `is_unchanged` returns `true` under the lock. See
@@ -105,6 +110,7 @@ impl Holds {
             None if bytes_after > self.bytes_max => return HoldOutcome::Refused,
             None => {
                 held.pages.insert(key_of(page), HeldPage { page: page.clone(), holds: 1, served: true });
+                self.count.store(held.pages.len(), Ordering::Release);
                 held.bytes = bytes_after;
                 page.clone()
             }
@@ -115,6 +121,11 @@ impl Holds {
 
     /// Returns the newest held put of the page that may be served.
     pub(crate) fn get(&self, id: &PageId) -> Option<Arc<Page>> {
+        // Acquire: a lookup that finds a page gone from L2 also sees the hold that came before. A
+        // hold that comes now may be ordered after the lookup.
+        if self.count.load(Ordering::Acquire) == 0 {
+            return None;
+        }
         let held = self.held.lock();
         let mut newest_first = held.pages.range((*id, 0)..=(*id, u64::MAX)).rev();
         newest_first.find(|(_, entry)| entry.served).map(|(_, entry)| entry.page.clone())

@@ -29,10 +29,15 @@
 //! | `devices`, `health` | L3 logs, and the quarantine of failed devices |
 //! | `holds` | pages held for readers |
 //! | `redis` | the Redis protocol: keys and values over pages |
+//! | `events`, `event_limits` | KV events for indexers, and their bounds |
+//! | `page_changes` | the queue of changes of L2 for KV events |
+//! | `token_ids` | token ids of pages in DRAM |
 //! | `rdma` | RDMA devices, channels and grants |
 //! | `scrub` | background verification |
 //! | `members`, `former_owners` | registered engines; those before the start |
 //! | `identity` | name and epoch of the node |
+//! | `namespaces` | known and retired namespaces |
+//! | `departures`, `explain` | pages that left; reasons of misses |
 //! | `metrics`, `admin` | metrics and HTTP endpoints |
 
 // The simulation runs this crate: see store/clippy.toml.
@@ -42,8 +47,12 @@
 mod admin;
 mod budget;
 mod connection;
+mod departures;
 mod descriptors;
 mod devices;
+mod event_limits;
+mod events;
+mod explain;
 mod former_owners;
 mod health;
 mod holds;
@@ -54,9 +63,11 @@ pub mod memory_plan;
 mod metrics;
 #[cfg(all(test, feature = "shuttle"))]
 mod model;
+mod namespaces;
 pub mod node;
 pub mod options;
 mod page;
+mod page_changes;
 mod places;
 mod policy;
 mod puts;
@@ -66,7 +77,10 @@ mod scrub;
 mod shares;
 mod state;
 mod store;
+#[cfg(test)]
+mod test_support;
 mod tiers;
+mod token_ids;
 
 pub use larder_io::Executor;
 pub use larder_log::QUEUE_DEPTH_DEFAULT as L3_QUEUE_DEPTH_DEFAULT;

@@ -8,8 +8,10 @@
 //! | L2, transfers | the arena, which the node maps once |
 //! | requests | `budget`: connections, requests, and readers that wait |
 //! | L2 index | the arena: no page is smaller than its unit |
-//! | L3 index | the log, which reclaims its oldest segment when it has too many pages |
+//! | token ids | `token_ids`: pages beyond it do without |
+//! | L3 index, L3 pins | the log, which reclaims its oldest segment when it has too many pages |
 //! | L3 buffers | the write queue of the log |
+//! | KV events | `events`: the queue of changes, the kept batches, and the bounds on subscribers |
 //! | process | nothing: code, stacks of threads, and free memory that the allocator keeps |
 //!
 //! The process counts the whole stack of each thread: the workers of the runtime, those for calls
@@ -21,8 +23,11 @@
 //! The constant part of the process and the rest of the stacks are an allowance for it.
 //! `larder bench overload` and `larder bench hostile` compare the plan with the memory of a node.
 
+use crate::event_limits;
 use crate::options::NodeOptions;
 use crate::tiers::{PAGE_MEMORY_BYTES, SLOT_UNIT};
+use crate::token_ids;
+use larder_log::L3Options;
 use larder_memory::machine::MachineMemory;
 use larder_memory::plan::{MemoryPart, MemoryPlan};
 use serde_json::{Map, Value};
@@ -33,9 +38,10 @@ const PROCESS_BYTES: u64 = 56 << 20;
 /// Stack of a thread, as the standard library and tokio map it. Touched pages stay in memory until
 /// the thread ends.
 const STACK_BYTES: u64 = 2 << 20;
-/// Threads for calls that block. One each stores the identity, the names of engines and the flushes
-/// of Redis databases, and reads the facts of the host. RDMA needs more while connections open.
-const BLOCKING_THREADS: u64 = 4;
+/// Threads for calls that block. One each stores the identity, the names of engines, the flushes of
+/// Redis databases and the namespaces, and reads the facts of the host. RDMA needs more while
+/// connections open.
+const BLOCKING_THREADS: u64 = 5;
 /// Threads of an L3 device: its executor, the one that glommio starts beside it, and the one that
 /// opens and removes files.
 const DEVICE_THREADS: u64 = 3;
@@ -48,18 +54,20 @@ pub fn of(options: &NodeOptions) -> MemoryPlan {
     let slots = |bytes: u64| bytes / SLOT_UNIT as u64;
     let pages = slots(options.arena_bytes());
     let devices = options.l3_devices();
-    let logs = devices.iter().map(|device| options.log_options(device));
-    let (l3_index, l3_buffers) = logs.fold((0u64, 0u64), |(index, buffers), log| {
-        (index.saturating_add(log.index_memory_max()), buffers + log.buffer_memory_max())
-    });
+    let logs: Vec<_> = devices.iter().map(|device| options.log_options(device)).collect();
+    let sum = |bytes_of: fn(&L3Options) -> u64| logs.iter().map(bytes_of).fold(0, u64::saturating_add);
+    let events = options.kv_events_connections().map_or(0, event_limits::memory_bytes);
     let larger_pages = "raise --l3-mean-page if your pages are larger, or lower the size of L3";
     let parts = vec![
         MemoryPart::reserved("L2", options.l2_bytes, "lower --l2"),
         MemoryPart::reserved("transfers", options.in_flight_bytes(), "lower --in-flight"),
         MemoryPart::reserved("requests", options.request_bytes, "lower --request-memory"),
         MemoryPart::reserved("L2 index", pages.saturating_mul(PAGE_MEMORY_BYTES), "lower --l2"),
-        MemoryPart::reserved(L3_INDEX, l3_index, larger_pages),
-        MemoryPart::reserved("L3 buffers", l3_buffers, "use fewer L3 devices"),
+        MemoryPart::reserved("token ids", token_ids::memory_max(options.arena_bytes()), "lower --l2"),
+        MemoryPart::reserved(L3_INDEX, sum(L3Options::index_memory_max), larger_pages),
+        MemoryPart::reserved("L3 pins", sum(L3Options::pin_memory_max), larger_pages),
+        MemoryPart::reserved("L3 buffers", sum(L3Options::buffer_memory_max), "use fewer L3 devices"),
+        MemoryPart::reserved("KV events", events, "leave out --kv-events-listen"),
         MemoryPart::reserved("process", process_bytes(devices.len()), "use a machine with more memory"),
     ];
     MemoryPlan::new("node", parts)
@@ -123,15 +131,19 @@ mod tests {
         assert_eq!(plan.total(), plan.parts().map(|(_, bytes)| bytes).sum::<u64>());
         let pages = 65 * GIB / 4096;
         assert_eq!(plan.bytes_of("L2 index"), pages * PAGE_MEMORY_BYTES);
+        assert_eq!(plan.bytes_of("token ids"), 65 * GIB / 256);
         let pages = TIB / (64 << 10);
         assert_eq!(plan.bytes_of(L3_INDEX), pages * larder_log::PAGE_MEMORY_BYTES);
+        assert_eq!(plan.bytes_of("L3 pins"), pages * larder_log::PIN_MEMORY_BYTES);
         let two = NodeOptions {
             l3: ["a", "b"].map(|dir| L3Device { dir: dir.into(), bytes: TIB }).into(),
             ..options.clone()
         };
         assert_eq!(of(&two).bytes_of(L3_INDEX), 2 * pages * larder_log::PAGE_MEMORY_BYTES);
         let none = of(&NodeOptions::default());
-        assert_eq!((none.bytes_of(L3_INDEX), none.bytes_of("L3 buffers")), (0, 0));
+        assert_eq!([L3_INDEX, "L3 pins", "L3 buffers", "KV events"].map(|part| none.bytes_of(part)), [0; 4]);
+        let events = NodeOptions { kv_events_listen: Some(([127, 0, 0, 1], 0).into()), ..options };
+        assert!(of(&events).bytes_of("KV events") > 16 << 20);
     }
 
     #[test]

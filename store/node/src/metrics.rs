@@ -64,8 +64,13 @@ counters! {
     generations_ended,
     /// Tokens of the generations whose end was reported
     tokens_generated,
-    /// Pages loaded from L3 into L2, including those that lookups with a lease load in advance
+    /// Pages read from L3 into DRAM, including those that lookups with a lease load in advance
     pages_read_l3,
+    /// Pages of L3 whose place in the files the node told to clients on its machine, which then
+    /// read them themselves
+    pages_extents,
+    /// Requests for extents whose holds ended by time, because the client did not end them
+    extent_holds_expired,
     /// Pages that the node did not have: those of reads, and those of lookups with a lease, which
     /// engines make for pages to reuse
     pages_missed,
@@ -137,6 +142,18 @@ counters! {
     /// Connections to the Redis port that sent HTTP or TLS, as a browser does for a web page, and
     /// were closed
     redis_other_protocol,
+    /// Pages whose token ids the node dropped because the memory for them was full. KV events show
+    /// them without token ids
+    token_ids_dropped,
+    /// KV events published, without those of snapshots
+    kv_events_published,
+    /// KV events lost because the publisher was behind; it then publishes all pages anew
+    kv_events_dropped,
+    /// Batches of KV events that subscribers missed because they were too slow
+    kv_events_batches_missed,
+    /// Connections for KV events that the node refused or closed: too many, stalled, unused, or
+    /// another protocol
+    kv_events_connections_refused,
     /// Connections accepted
     connections_accepted,
     /// Connections closed by the node because they were idle, or because another one needed the

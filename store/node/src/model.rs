@@ -151,8 +151,7 @@ pub(crate) fn page(arena: &Arc<Arena>, number: u8, generation: u64, bytes: usize
 
 /// A page of one part, to reserve.
 pub(crate) fn reserved(number: u8) -> Reserved {
-    let key = id(number).key;
-    Reserved { key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes: vec![PAGE as u32], copy_of: None }
+    Reserved::first(id(number).key, vec![PAGE as u32])
 }
 
 /// Reserves a page of one part.

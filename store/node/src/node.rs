@@ -1,8 +1,9 @@
 //! Start, connections and shutdown of a node.
 
-use crate::connection::{ConnectionLimit, SharedArena};
+use crate::connection::{ConnectionLimit, LocalClient, SharedArena};
 use crate::descriptors::{self, LOCAL_DESCRIPTORS, TCP_DESCRIPTORS};
 use crate::devices::Devices;
+use crate::events::EventServer;
 use crate::host::{self, Host};
 use crate::identity::{Identity, IdentityDirectory, NextIdentity, PlaceErrors};
 use crate::memory_plan;
@@ -12,13 +13,14 @@ use crate::rdma::Rdma;
 use crate::redis::{self, Databases, RedisServer};
 use crate::state::NodeState;
 use crate::store::Store;
-use crate::{admin, connection, former_owners, identity, rdma};
+use crate::{admin, connection, former_owners, identity, namespaces, rdma};
 use futures::future::BoxFuture;
 use larder_http::{AllowedHosts, HttpOptions, HttpServer};
 use larder_memory::Arena;
 use larder_memory::share::{ArenaListener, PeerMemory};
 use larder_runtime::{Clock, now};
 use larder_wire::{ArenaListenerInfo, ByteSink, ByteSource};
+use larder_zmtp::SocketKind;
 use rand::Rng;
 use rand::rngs::StdRng;
 use std::net::SocketAddr;
@@ -47,7 +49,9 @@ const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 pub enum NodeError {
     #[error("{0} [LRD0101]")]
     Options(String),
-    #[error("cannot listen on {address}: {source}; check --listen, --admin-listen and --redis-listen [LRD0102]")]
+    #[error(
+        "cannot listen on {address}: {source}; check --listen, --admin-listen, --redis-listen and --kv-events-listen [LRD0102]"
+    )]
     Listen { address: SocketAddr, source: std::io::Error },
     #[error("cannot use the data directory {directory}: {source}; check its permissions and free space [LRD0103]")]
     Directory { directory: String, source: std::io::Error },
@@ -63,6 +67,10 @@ pub enum NodeError {
         "cannot read the flushes of Redis databases (redis.json): {0}; restore the file, or remove it to see flushed keys again [LRD0111]"
     )]
     Redis(std::io::Error),
+    #[error(
+        "cannot read which namespaces are retired: {0}; restore the file, or remove it to serve them all [LRD0114]"
+    )]
+    Namespaces(std::io::Error),
     #[error("cannot open L3: {0}")]
     L3(#[from] larder_log::L3Error),
 }
@@ -76,6 +84,7 @@ pub struct Node {
     addr: SocketAddr,
     admin_addr: Option<SocketAddr>,
     redis_addr: Option<SocketAddr>,
+    events: Option<EventAddresses>,
     stop: CancellationToken,
     tasks: TaskTracker,
     drain_timeout: Duration,
@@ -86,14 +95,21 @@ impl Node {
     ///
     /// Returns once clients can connect. The recovery of a large L3 log continues in the
     /// background. A device that fails to open is an error only if no other one opens.
-    pub async fn start(options: NodeOptions) -> Result<Node, NodeError> {
+    // Boxed and never inlined. The compiler generates the code of an `async fn` in each crate that
+    // polls it: the whole node, in every test program.
+    #[inline(never)]
+    pub fn start(options: NodeOptions) -> BoxFuture<'static, Result<Node, NodeError>> {
+        Box::pin(Node::open(options))
+    }
+
+    async fn open(options: NodeOptions) -> Result<Node, NodeError> {
         options.validate().map_err(NodeError::Options)?;
         let plan = memory_plan::of(&options);
         memory_plan::check(&plan, &options, larder_memory::machine::total()).map_err(NodeError::MemoryPlan)?;
         tracing::info!(bytes = plan.total(), "memory of this node, at most: {plan}");
         let mut rng = larder_runtime::random::generator(options.seed);
         // All tiers share one clock: a page that expired on one of them must be expired on all.
-        let clock = Clock::system();
+        let clock = options.clock.unwrap_or_else(Clock::system);
         let mut found = next_identity(&options, clock.now_unix_ms() / 1000, &mut rng);
         let arena_bytes = options.arena_bytes();
         let sharing = options.sharing();
@@ -107,10 +123,14 @@ impl Node {
         let rdma = rdma::open(&options.rdma, &arena).await;
         let mut devices = Devices::open(&options, clock, &arena).await?;
         let (own, errors) = found.store_above_generations(&mut devices).await?;
-        let members_dir =
-            identity_dirs(&options).into_iter().find(|dir| errors.iter().all(|(failed, _)| failed != dir));
+        let dirs = identity_dirs(&options);
+        let members_dir = dirs.iter().find(|dir| errors.iter().all(|(failed, _)| failed != *dir)).cloned();
+        let has_dirs = !dirs.is_empty();
         report_identity_errors(&options, errors)?;
         let store = Store::new(&options, arena, devices, clock, own.generation_first(&mut rng));
+        // Before any reader. Directories without the identity count too: their pages stay readable.
+        let unopened = store.tiers().devices().unopened_dirs();
+        store.tiers().namespaces().open(dirs, &unopened).map_err(NodeError::Namespaces)?;
         let address = local.as_ref().map(|local| local.address.clone());
         let host = Host::read(options.l3_devices().into_iter().map(|device| device.dir).collect()).await;
         let state = NodeState::new(own, store, address, rdma, options.protocol_max, options.busy_poll, Some(host));
@@ -121,20 +141,24 @@ impl Node {
             state.members.expect(former_owners::read(dir), now());
         }
         // Last of all that can fail: a client that connects finds a node that serves.
-        let (listener, addr) = listen(options.listen).await?;
+        let (listener, addr) = listen(options.listen)?;
         let admin_addr = match options.admin_listen {
-            Some(address) => Some(serve_admin(&state, (address, options.http.clone()), &stop, &tasks).await?),
+            Some(address) => Some(serve_admin(&state, (address, options.http.clone()), &stop, &tasks)?),
             None => None,
         };
         let redis = match options.redis_listen {
             Some(address) => {
                 let databases = Databases::open(members_dir.clone()).map_err(NodeError::Redis)?;
-                Some((listen(address).await?, databases))
+                Some((listen(address)?, databases))
             }
             None => None,
         };
+        let events = serve_events(&state, &options, &stop, &tasks)?;
         if let Some(dir) = members_dir {
             tasks.spawn(former_owners::keep(state.clone(), dir, stop.clone()));
+        }
+        if has_dirs {
+            tasks.spawn(namespaces::keep(state.clone(), stop.clone()));
         }
         tasks.spawn(identity::keep_ahead(state.clone(), found, stop.clone()));
         spawn_upkeep(&state, &stop, &tasks);
@@ -156,7 +180,7 @@ impl Node {
         }
         tasks.spawn(accept_tcp(acceptor, listener));
         tracing::info!(node = %state.identity.node_id, epoch = state.identity.epoch, %addr, "store node ready");
-        Ok(Node { state, addr, admin_addr, redis_addr, stop, tasks, drain_timeout: options.drain_timeout })
+        Ok(Node { state, addr, admin_addr, redis_addr, events, stop, tasks, drain_timeout: options.drain_timeout })
     }
 
     /// Address of the data port, with the port that was picked if the option was 0.
@@ -172,6 +196,16 @@ impl Node {
         self.redis_addr
     }
 
+    /// Address of the stream of KV events.
+    pub fn kv_events_addr(&self) -> Option<SocketAddr> {
+        self.events.map(|events| events.stream)
+    }
+
+    /// Address for replays of KV events.
+    pub fn kv_events_replay_addr(&self) -> Option<SocketAddr> {
+        self.events?.replay
+    }
+
     pub fn node_id(&self) -> &str {
         &self.state.identity.node_id
     }
@@ -183,7 +217,13 @@ impl Node {
 
     /// Shuts down: accepts no more connections, ends the open ones, and flushes pages to L3 for at
     /// most [`NodeOptions::drain_timeout`].
-    pub async fn shutdown(self) {
+    // Boxed and never inlined: see `Node::start`.
+    #[inline(never)]
+    pub fn shutdown(self) -> BoxFuture<'static, ()> {
+        Box::pin(self.close())
+    }
+
+    async fn close(self) {
         // Connections end before the flush: an open connection could add pages to it.
         self.stop.cancel();
         self.tasks.close();
@@ -240,7 +280,8 @@ impl Server {
     ) -> BoxFuture<'static, ()> {
         let state = self.state.clone();
         let peer = "simulated local client".into();
-        Box::pin(connection::serve_in_place(state, peer, (read, write), peer_memory, session_end, None))
+        let client = LocalClient { memory: peer_memory, session: None };
+        Box::pin(connection::serve_in_place(state, peer, (read, write), client, session_end, None))
     }
 }
 
@@ -279,20 +320,17 @@ fn spawn_upkeep(state: &Arc<NodeState>, stop: &CancellationToken, tasks: &TaskTr
     tasks.spawn(async move { upkeep.store.upkeep(stop).await });
 }
 
-async fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeError> {
-    let failed = |source| NodeError::Listen { address, source };
-    let listener = TcpListener::bind(address).await.map_err(failed)?;
-    let addr = listener.local_addr().map_err(failed)?;
-    Ok((listener, addr))
+fn listen(address: SocketAddr) -> Result<(TcpListener, SocketAddr), NodeError> {
+    larder_http::listen(address).map_err(|source| NodeError::Listen { address, source })
 }
 
-async fn serve_admin(
+fn serve_admin(
     state: &Arc<NodeState>,
     (address, options): (SocketAddr, HttpOptions),
     stop: &CancellationToken,
     tasks: &TaskTracker,
 ) -> Result<SocketAddr, NodeError> {
-    let (listener, addr) = listen(address).await?;
+    let (listener, addr) = listen(address)?;
     let server = HttpServer {
         name: "admin",
         allowed_hosts: Some(AllowedHosts::new(options.allowed_hosts.clone())),
@@ -302,6 +340,33 @@ async fn serve_admin(
     };
     tasks.spawn(server.serve(listener, admin::routes(state.clone()), stop.clone(), ADMIN_STOP_TIMEOUT));
     Ok(addr)
+}
+
+#[derive(Debug, Clone, Copy)]
+struct EventAddresses {
+    stream: SocketAddr,
+    replay: Option<SocketAddr>,
+}
+
+/// Listens for subscribers of KV events and starts the publisher. Returns `None` if events are off.
+fn serve_events(
+    state: &Arc<NodeState>,
+    options: &NodeOptions,
+    stop: &CancellationToken,
+    tasks: &TaskTracker,
+) -> Result<Option<EventAddresses>, NodeError> {
+    let Some(address) = options.kv_events_listen else { return Ok(None) };
+    let Some(server) = EventServer::new(state.clone()) else { return Ok(None) };
+    let (listener, stream) = listen(address)?;
+    let mut replay = None;
+    if let Some(address) = options.kv_events_replay_listen {
+        let (listener, addr) = listen(address)?;
+        replay = Some(addr);
+        tasks.spawn(server.clone().accept(SocketKind::Router, listener, stop.clone(), tasks.clone()));
+    }
+    tasks.spawn(server.clone().accept(SocketKind::Pub, listener, stop.clone(), tasks.clone()));
+    tasks.spawn(server.publish(stop.clone()));
+    Ok(Some(EventAddresses { stream, replay }))
 }
 
 struct LocalAccess {
@@ -452,9 +517,10 @@ async fn accept_local(acceptor: Acceptor, local: LocalAccess) {
 mod tests {
     use super::*;
     use crate::options::L3Device;
+    use crate::test_support::reserved;
     use larder_format::{NamespaceId, PageId, PageKey, PageMeta};
     use larder_log::{L3, L3Options};
-    use larder_wire::Reserved;
+    use larder_wire::TierCode;
     use std::path::Path;
 
     const L3_BYTES: u64 = 64 << 20;
@@ -473,15 +539,7 @@ mod tests {
     async fn first_generation(l3: &[&Path]) -> u64 {
         let node = Node::start(options(l3)).await.unwrap();
         let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
-        let page = Reserved {
-            key: id.key,
-            parent: PageKey::NONE,
-            position: 0,
-            ttl_ms: 0,
-            part_bytes: vec![100],
-            copy_of: None,
-        };
-        let generation = node.state.store.reserve(id, page).ok().unwrap().generation();
+        let generation = node.state.store.reserve(id, reserved(id, 100)).unwrap().generation();
         node.shutdown().await;
         generation
     }
@@ -531,6 +589,36 @@ mod tests {
         let node = Node::start(options(&[dir.path()])).await.unwrap();
         assert!(node.state.store.tiers().devices().writable());
         node.shutdown().await;
+    }
+
+    async fn set_retired(node: &Node, is_retired: bool) -> bool {
+        node.state.store.tiers().set_retired(NamespaceId([1; 32]), is_retired).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn retired_namespace_stays_so_on_a_log_without_the_identity_of_the_start() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        leave_page(dir.path(), 5 << 32).await;
+        let old = PageId { namespace: NamespaceId([1; 32]), key: PageKey([3; 32]) };
+        let locate = |node: &Node| node.state.store.tiers().locate(&old);
+        let node = Node::start(options(&[dir.path()])).await.unwrap();
+        assert_ne!(locate(&node), TierCode::Absent);
+        assert!(set_retired(&node, true).await);
+        node.shutdown().await;
+        // As a full disk: the identity is staged under this name.
+        std::fs::create_dir(dir.path().join("node.json.new")).unwrap();
+        let node = Node::start(options(&[dir.path()])).await.unwrap();
+        assert!(node.state.store.tiers().devices().has(&old));
+        assert_eq!(locate(&node), TierCode::Absent, "the page of a retired namespace is served");
+        assert!(set_retired(&node, false).await);
+        assert_ne!(locate(&node), TierCode::Absent);
+        assert!(set_retired(&node, true).await);
+        node.shutdown().await;
+        let node = Node::start(options(&[dir.path()])).await.unwrap();
+        assert_eq!(locate(&node), TierCode::Absent, "a change of such a start is durable");
+        node.shutdown().await;
+        std::fs::write(dir.path().join("namespaces.json"), b"{}").unwrap();
+        assert!(matches!(Node::start(options(&[dir.path()])).await, Err(NodeError::Namespaces(_))));
     }
 
     #[tokio::test]

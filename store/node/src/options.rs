@@ -2,13 +2,15 @@
 //!
 //! [`crate::memory_plan`] tells how much memory they can take.
 
+use crate::event_limits::{REPLAYS_MAX, SUBSCRIBERS_MAX, TOPIC_BYTES_MAX};
 use crate::places::PlaceLimits;
-use crate::policy::{NamespaceQuota, WritePolicy};
+use crate::policy::{NamespacePrefix, NamespaceQuota, WritePolicy};
 use crate::rdma::RdmaOptions;
 use larder_http::HttpOptions;
 use larder_io::Executor;
 use larder_log::{L3Options, QUEUE_DEPTH_DEFAULT};
 use larder_memory::ArenaSharing;
+use larder_runtime::Clock;
 use larder_wire::MAX_PIN_MS;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -23,6 +25,19 @@ pub struct NodeOptions {
     pub admin_listen: Option<SocketAddr>,
     /// Address of the Redis port, for clients that speak RESP2 or RESP3. Default: off.
     pub redis_listen: Option<SocketAddr>,
+    /// Address of the stream of KV events, for ZeroMQ subscribers. Default: off.
+    pub kv_events_listen: Option<SocketAddr>,
+    /// Address at which ZeroMQ clients ask for older batches of KV events. Needs
+    /// [`NodeOptions::kv_events_listen`]. Default: off.
+    pub kv_events_replay_listen: Option<SocketAddr>,
+    /// Topic of the stream of KV events, at most 255 bytes. Default: `kv@NODE@`, with the name of
+    /// the node.
+    pub kv_events_topic: Option<String>,
+    /// Namespaces with KV events. Default: all.
+    pub kv_events_namespace: Option<NamespacePrefix>,
+    /// KV events also of the pages that L3 stores and removes. They cost 24 bytes of memory per
+    /// page on L3. Default: false.
+    pub kv_events_l3: bool,
     /// Limits of the HTTP server behind [`NodeOptions::admin_listen`]. Default: those of
     /// [`HttpOptions`], but 128 connections and bodies of 4 KiB.
     pub http: HttpOptions,
@@ -119,6 +134,10 @@ pub struct NodeOptions {
     /// and maximum time of a header and of a body. Default: 30 s, in which the longest body arrives
     /// at 64 KB/s. At most 600 s.
     pub stall_timeout: Duration,
+    /// Maximum time for which the node keeps records of L3 in place for a client that reads them by
+    /// itself, from the first hold of a request on. Writers may wait for it when the log is full.
+    /// Default: 5 s, in which 256 pages arrive from a slow drive. The command has no option for it.
+    pub extent_hold_time: Duration,
     /// Maximum time that a TCP connection polls for the next request before its thread sleeps. It
     /// polls only while requests arrive that fast and no other thread needs the processor. Default:
     /// 200 µs, which is one round trip between two sleeping peers. Zero disables polling.
@@ -128,6 +147,9 @@ pub struct NodeOptions {
     /// Newest protocol version that the node accepts, for tests. Default: that of this build.
     #[doc(hidden)]
     pub protocol_max: u16,
+    /// Clock of times to live and of the eviction policy, for replays. Default: that of the system.
+    #[doc(hidden)]
+    pub clock: Option<Clock>,
 }
 
 impl Default for NodeOptions {
@@ -136,6 +158,11 @@ impl Default for NodeOptions {
             listen: SocketAddr::from(([127, 0, 0, 1], 7700)),
             admin_listen: None,
             redis_listen: None,
+            kv_events_listen: None,
+            kv_events_replay_listen: None,
+            kv_events_topic: None,
+            kv_events_namespace: None,
+            kv_events_l3: false,
             // Scrapers and operators need few connections, and no endpoint reads its body.
             http: HttpOptions { connections_max: 128, body_bytes_max: 4 << 10, ..HttpOptions::default() },
             data_dir: None,
@@ -167,9 +194,11 @@ impl Default for NodeOptions {
             idle_timeout: Duration::from_secs(60),
             handshake_timeout: Duration::from_secs(5),
             stall_timeout: STALL_TIMEOUT_MIN,
+            extent_hold_time: Duration::from_secs(5),
             busy_poll: larder_wire::DEFAULT_BUSY_POLL,
             seed: None,
             protocol_max: larder_wire::PROTOCOL_VERSION,
+            clock: None,
         }
     }
 }
@@ -265,7 +294,24 @@ impl NodeOptions {
             return Err(format!("--write-policy {} needs an L3: set --data-dir or --l3", self.write_policy));
         }
         self.http.validate().map_err(|error| error.to_string())?;
+        self.validate_events()?;
         self.validate_devices()
+    }
+
+    fn validate_events(&self) -> Result<(), String> {
+        let others = [
+            ("--kv-events-replay-listen", self.kv_events_replay_listen.is_some()),
+            ("--kv-events-topic", self.kv_events_topic.is_some()),
+            ("--kv-events-namespace", self.kv_events_namespace.is_some()),
+            ("--kv-events-l3", self.kv_events_l3),
+        ];
+        if let Some((name, _)) = others.iter().find(|(_, is_given)| *is_given && self.kv_events_listen.is_none()) {
+            return Err(format!("{name} is given without --kv-events-listen, which turns KV events on"));
+        }
+        if let Some(bytes) = self.kv_events_topic.as_ref().map(String::len).filter(|bytes| *bytes > TOPIC_BYTES_MAX) {
+            return Err(format!("--kv-events-topic has {bytes} bytes; the maximum is {TOPIC_BYTES_MAX}"));
+        }
+        Ok(())
     }
 
     fn validate_devices(&self) -> Result<(), String> {
@@ -302,6 +348,7 @@ impl NodeOptions {
             scrub_bytes_per_second: self.l3_scrub_bytes_per_second,
             queue_depth: self.l3_queue_depth,
             executor: self.l3_executor,
+            keep_names: self.kv_events_l3,
             ..L3Options::new(&device.dir, device.bytes)
         }
     }
@@ -328,6 +375,12 @@ impl NodeOptions {
     /// MiB holds a few of the largest pages.
     pub fn in_flight_bytes(&self) -> u64 {
         self.in_flight_bytes.unwrap_or_else(|| (self.l2_bytes / 8).max(64 << 20))
+    }
+
+    /// Maximum number of connections for KV events. `None` if these are off.
+    pub(crate) fn kv_events_connections(&self) -> Option<usize> {
+        let replays = self.kv_events_replay_listen.map_or(0, |_| REPLAYS_MAX);
+        self.kv_events_listen.map(|_| SUBSCRIBERS_MAX + replays)
     }
 
     pub fn connection_put_bytes(&self) -> u64 {
@@ -413,6 +466,15 @@ mod tests {
         assert!(pins(1).is_ok() && pins(0).unwrap_err().contains("--max-pin-time") && pins(31 * 86_400).is_err());
         let per_peer = |max| NodeOptions { connections_per_peer_max: Some(max), ..good.clone() }.validate();
         assert!(per_peer(0).is_err() && per_peer(1024).is_ok() && per_peer(1025).unwrap_err().contains("per-peer"));
+        let topic = |topic: &str, listen| NodeOptions {
+            kv_events_topic: Some(topic.into()),
+            kv_events_listen: listen,
+            ..good.clone()
+        };
+        let listen = Some(SocketAddr::from(([127, 0, 0, 1], 0)));
+        assert_eq!(topic("kv@node@model", listen).validate(), Ok(()));
+        assert!(topic("kv", None).validate().unwrap_err().contains("--kv-events-topic is given without"));
+        assert!(topic(&"k".repeat(256), listen).validate().unwrap_err().contains("--kv-events-topic has 256 bytes"));
         assert!(NodeOptions { request_bytes: 1000, ..good }.validate().unwrap_err().contains("minimum"));
     }
 }

@@ -3,6 +3,7 @@
 //! L2 has millions of small pages, so a page keeps each fact once and shares what its namespace
 //! has in common. [`Page::meta`] puts the facts together for the log and for clients.
 
+use crate::token_ids::TokenIds;
 use larder_format::{NamespaceId, PageId, PageKey, PageMeta};
 use larder_memory::Slot;
 use larder_runtime::sync::Mutex;
@@ -31,11 +32,12 @@ pub struct Page {
     more: Option<Box<MoreFacts>>,
 }
 
-/// Facts of pages that expire or have several chunks.
+/// Facts of pages that expire, have several chunks, or have token ids.
 #[derive(Debug)]
 struct MoreFacts {
     expires_unix_ms: u64,
     chunk_crcs: Vec<u32>,
+    token_ids: Option<Arc<TokenIds>>,
 }
 
 // With the two counts of its `Arc` and the allocator's header this is 128 bytes.
@@ -78,7 +80,31 @@ impl Page {
         u32::try_from(self.payload.capacity()).unwrap_or(u32::MAX)
     }
 
-    /// Returns all facts about the page. Allocates two tables.
+    /// Ids of the page's tokens, if its writer gave them and the node had room for them.
+    pub(crate) fn token_ids(&self) -> Option<&Arc<TokenIds>> {
+        self.more.as_ref()?.token_ids.as_ref()
+    }
+
+    /// Returns the page with token ids, before others share it.
+    pub(crate) fn with_token_ids(mut self, token_ids: Option<Arc<TokenIds>>) -> Page {
+        if token_ids.is_some() {
+            let first_crc = self.first_crc;
+            let more = self.more.get_or_insert_with(|| {
+                Box::new(MoreFacts { expires_unix_ms: 0, chunk_crcs: vec![first_crc], token_ids: None })
+            });
+            more.token_ids = token_ids;
+        }
+        self
+    }
+
+    /// Returns all facts about the page, as L3 stores them. Allocates three tables.
+    pub(crate) fn meta_with_token_ids(&self) -> PageMeta {
+        let token_ids = self.token_ids().map_or_else(Vec::new, |ids| ids.as_slice().to_vec());
+        PageMeta { token_ids, ..self.meta() }
+    }
+
+    /// Returns all facts about the page but its token ids, which no reader needs. Allocates two
+    /// tables.
     pub fn meta(&self) -> PageMeta {
         PageMeta {
             id: self.id(),
@@ -88,6 +114,7 @@ impl Page {
             expires_unix_ms: self.expires_unix_ms(),
             part_bytes: self.shape.part_bytes.clone(),
             chunk_crcs: self.more.as_ref().map_or_else(|| vec![self.first_crc], |more| more.chunk_crcs.clone()),
+            token_ids: Vec::new(),
         }
     }
 }
@@ -111,12 +138,12 @@ struct ShapeTable {
 const SHAPES_MIN: usize = 64;
 
 impl PageShapes {
-    /// Makes a page of its facts and its payload.
+    /// Makes a page of its facts and its payload, without token ids.
     pub(crate) fn page(&self, meta: PageMeta, payload: Slot) -> Page {
-        let PageMeta { id, parent, position, generation, expires_unix_ms, part_bytes, chunk_crcs } = meta;
+        let PageMeta { id, parent, position, generation, expires_unix_ms, part_bytes, chunk_crcs, token_ids: _ } = meta;
         let (first_crc, more) = match chunk_crcs[..] {
             [crc] if expires_unix_ms == 0 => (crc, None),
-            _ => (0, Some(Box::new(MoreFacts { expires_unix_ms, chunk_crcs }))),
+            _ => (0, Some(Box::new(MoreFacts { expires_unix_ms, chunk_crcs, token_ids: None }))),
         };
         let shape = self.shape(id.namespace, part_bytes);
         Page { key: id.key, parent, shape, generation, payload, position, first_crc, more }
@@ -141,6 +168,7 @@ impl PageShapes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::token_ids::test_memory;
     use larder_memory::Arena;
 
     #[test]
@@ -155,6 +183,22 @@ mod tests {
             let page = shapes.page(meta.clone(), slot.freeze());
             assert_eq!(page.meta(), meta);
             assert!(page.is(&id) && page.meta().verify(&id, &page.payload).is_ok());
+        }
+    }
+
+    #[test]
+    fn token_ids_are_facts_for_l3_only() {
+        let arena = Arena::new(1 << 20).unwrap();
+        let id = PageId { namespace: NamespaceId([1; 32]), key: PageKey([2; 32]) };
+        let memory = test_memory();
+        for expires_unix_ms in [0, 7] {
+            let slot = arena.allocate(100).unwrap();
+            let meta = PageMeta::describe(id, PageKey([3; 32]), 5, vec![100], &slot);
+            let meta = PageMeta { expires_unix_ms, ..meta };
+            let page = PageShapes::default().page(meta.clone(), slot.freeze());
+            let page = page.with_token_ids(memory.keep(&meta.id.namespace, vec![4, 5]));
+            assert_eq!(page.meta(), meta);
+            assert_eq!(page.meta_with_token_ids(), PageMeta { token_ids: vec![4, 5], ..meta });
         }
     }
 

@@ -19,8 +19,8 @@
 use crate::budget::Account;
 use crate::connection::ConnectionLimit;
 use crate::metrics::Metrics;
-use larder_runtime::now;
 use larder_runtime::sync::Mutex;
+use larder_runtime::{AgeOrder, now};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -41,8 +41,11 @@ const STRANGER_GRACE: Duration = Duration::from_secs(1);
 /// Minimum time between two searches for idle connections that found none: among the connections of
 /// one peer, or among all. A search looks at each of them.
 const SEARCH_PAUSE: Duration = Duration::from_millis(20);
-/// Peers without a connection that a node remembers.
-const KNOWN_MAX: usize = 1024;
+/// Peers that a table remembers. The one with the oldest time leaves first.
+pub(crate) const KNOWN_PEERS_MAX: usize = 1024;
+
+/// Peers that a table remembers, each with a time.
+pub(crate) type KnownPeers = AgeOrder<Peer, Instant>;
 
 /// Origin of a connection, as far as a node can tell without authentication.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -104,7 +107,7 @@ struct Table {
     closing_descriptors: usize,
     peers: BTreeMap<Peer, PeerUse>,
     /// Peers without a connection, and the end of their last one.
-    known: BTreeMap<Peer, Instant>,
+    known: KnownPeers,
     next_number: u64,
     /// Time of the next search among all connections.
     next_search: Option<Instant>,
@@ -241,15 +244,10 @@ impl Drop for Place {
         // Relaxed: as in `served`.
         if entry.state.is_served.load(Ordering::Relaxed) {
             peer.served -= 1;
-            table.known.insert(entry.peer, now());
+            table.known.set_within(KNOWN_PEERS_MAX, entry.peer, now());
         }
         if peer.open.is_empty() && peer.served == 0 {
             table.peers.remove(&entry.peer);
-        }
-        if table.known.len() > KNOWN_MAX
-            && let Some(oldest) = table.known.iter().min_by_key(|(_, at)| **at).map(|(peer, _)| *peer)
-        {
-            table.known.remove(&oldest);
         }
     }
 }
@@ -284,7 +282,8 @@ impl Places {
                 _ => return Err(ConnectionLimit::Count),
             }
         }
-        let is_known = table.peers.get(&peer).is_some_and(|peer| peer.served > 0) || table.known.contains_key(&peer);
+        let is_known =
+            table.peers.get(&peer).is_some_and(|peer| peer.served > 0) || table.known.time_of(&peer).is_some();
         let allowed = if is_known { limits.connections } else { limits.for_unknown_peers() };
         if table.open >= allowed {
             let has_closed = self.close_one(table, None, now);

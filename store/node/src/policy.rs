@@ -7,8 +7,9 @@
 //! 3. A dirty page leaves L2 only after its write to L3 was requested. Exceptions: the policy is
 //!    write-through-selective, the page has expired, the write budget is spent, or the node has no
 //!    L3.
-//! 4. L2 may refuse a put that is written to L3 at once: every page that could make room is worth
-//!    more. It refuses no page of a namespace within its floor, and no page read from L3.
+//! 4. L2 may refuse a put that is written to L3 at once, and a page that was read from L3: every
+//!    page that could make room is worth more. It refuses no page of a namespace within its floor,
+//!    and none that is loaded for a warm or a pin.
 //! 5. Hard pins keep at most a quarter of L2, including the ancestors that stay because of them.
 //! 6. A page of a namespace at or below its floor makes room only if no namespace is above its
 //!    floor. Expiry, quotas and forgets are exempt.
@@ -32,7 +33,7 @@ mod write_budget;
 
 use crate::page::Page;
 use larder_evict::{
-    Evicted, EvictionReason, Evictor, HitDensity, InsertError, NamespaceIndex, NewPage, PageHandle, Slot,
+    Evicted, EvictionReason, Evictor, HitDensity, InsertError, NamespaceIndex, NewPage, Outlook, PageHandle, Slot,
 };
 use larder_format::{PageId, PageKey};
 use larder_runtime::fail_point;
@@ -75,9 +76,10 @@ pub struct PolicyActions {
     /// Pages to write to L3. The caller reports the end of each write to [`L2Policy::written`].
     pub write: Vec<PageId>,
     pub evict: Vec<(PageId, EvictionReason)>,
-    /// Pages with hits in L2 that L3 has too. L3 ranks its pages by such touches.
-    pub touch: Vec<PageId>,
-    /// Pages whose pin expired. L3 unpins them too.
+    /// Pages with hits in L2 that L3 has too, and what the eviction policy expects of them. L3
+    /// retains its pages by such touches.
+    pub touch: Vec<(PageId, Outlook)>,
+    /// Pages whose pin expired, or that left L2 with a pin. L3 unpins them too.
     pub unpin: Vec<PageId>,
 }
 
@@ -107,14 +109,32 @@ enum Persistence {
 /// millions, so facts that few pages have are elsewhere.
 #[derive(Debug, Clone, Copy)]
 struct PageState {
-    /// Saturates, at no multiple of [`TOUCH_EVERY`]: L3 then hears no more of the page.
+    /// Since the page came, or was demoted. Saturates, at no multiple of [`TOUCH_EVERY`].
     hits: u16,
     persistence: Persistence,
-    /// True if the page has a pin or is kept because of one. [`Pins`] has the details.
-    in_pins: bool,
+    marks: Marks,
 }
 
 const _: () = assert!(size_of::<PageState>() <= 4);
+
+/// Facts of a page, a bit each.
+#[derive(Debug, Clone, Copy, Default)]
+struct Marks(u8);
+
+impl Marks {
+    /// The page has a pin or is kept because of one. [`Pins`] has the details.
+    const IN_PINS: u8 = 1;
+    /// The page was loaded for a read that has not come yet.
+    const ANNOUNCED: u8 = 1 << 1;
+
+    fn has(self, mark: u8) -> bool {
+        self.0 & mark != 0
+    }
+
+    fn set(&mut self, mark: u8, value: bool) {
+        self.0 = if value { self.0 | mark } else { self.0 & !mark };
+    }
+}
 
 /// A put of a page, as the policy keeps it: a cheap reference to its facts.
 pub trait Resident: Clone {
@@ -240,16 +260,35 @@ impl<P: Resident> L2Policy<P> {
         if admitted || write { PutOutcome::Stored } else { PutOutcome::Rejected }
     }
 
-    /// Offers a page that was read from L3. Returns `true` if L2 admits it. The policy refuses no
-    /// such page: pins and leases need it in L2, and the read of the device is paid for.
-    pub fn loaded(&mut self, page: P, now_ms: u64, actions: &mut PolicyActions) -> bool {
+    /// Offers a page that was read from L3. Returns `true` if L2 admits it. With `may_refuse` the
+    /// eviction policy decides, as about a put. The reader that paid for the read has the page
+    /// anyway.
+    pub fn loaded(&mut self, page: P, may_refuse: bool, now_ms: u64, actions: &mut PolicyActions) -> bool {
         let info = page.info();
         // Under write-back a read must not push out a dirty page that L3 cannot take now.
         let may_evict = !self.writes_back() || (self.writable && self.has_budget(info.bytes));
         if info.is_expired(now_ms) || !may_evict {
             return false;
         }
-        self.admit(page, &info, Persistence::Clean, false, now_ms, actions).is_ok()
+        self.admit(page, &info, Persistence::Clean, may_refuse, now_ms, actions).is_ok()
+    }
+
+    /// Notes that a page was loaded for a read that is about to come. The load has told the
+    /// eviction policy of that read. If it counted both, it would take the time between them for a
+    /// gap between two requests.
+    pub fn announce_read(&mut self, id: &PageId) {
+        let Some(slot) = self.slot_of(id) else { return };
+        if let Some(state) = self.state_mut(slot) {
+            state.marks.set(Marks::ANNOUNCED, true);
+        }
+    }
+
+    /// Returns `true` if the read of a page was announced, once.
+    fn take_announcement(&mut self, slot: Slot) -> bool {
+        let Some(state) = self.state_mut(slot) else { return false };
+        let announced = state.marks.has(Marks::ANNOUNCED);
+        state.marks.set(Marks::ANNOUNCED, false);
+        announced
     }
 
     /// Records a hit of the put with this generation, whose id has this [`page_hash`]. Returns
@@ -261,7 +300,8 @@ impl<P: Resident> L2Policy<P> {
         let Some((slot, handle)) = found.and_then(|slot| Some((slot, self.evictor.handle_at(slot)?))) else {
             return false;
         };
-        if !self.evictor.touch(handle, now_ms) {
+        let is_known = self.take_announcement(slot) && self.evictor.contains(handle, now_ms);
+        if !is_known && !self.evictor.touch(handle, now_ms) {
             return false;
         }
         let bytes = self.evictor.bytes(handle).unwrap_or_default();
@@ -279,7 +319,7 @@ impl<P: Resident> L2Policy<P> {
         if writes || tells_l3 {
             let Some(id) = self.id_at(slot) else { return false };
             if tells_l3 {
-                actions.touch.push(id);
+                actions.touch.push((id, self.evictor.policy().outlook_of_resident(slot)));
             } else {
                 self.set_persistence(slot, Persistence::Writing);
                 self.begin_write(id, bytes, actions);
@@ -355,7 +395,7 @@ impl<P: Resident> L2Policy<P> {
         // The evictor frees bytes only for a page. So a page of no namespace comes and goes at
         // once.
         let ballast = NewPage {
-            name: PageState { hits: 0, persistence: Persistence::Unbacked, in_pins: false },
+            name: PageState { hits: 0, persistence: Persistence::Unbacked, marks: Marks::default() },
             fingerprint: 0,
             parent_fingerprint: 0,
             namespace: NamespaceIndex(u32::MAX),
@@ -526,7 +566,7 @@ impl<P: Resident> L2Policy<P> {
         let parent = self.parent_of(info, now_ms);
         let hash = self.by_id.hash(&info.id);
         let new = NewPage {
-            name: PageState { hits: 0, persistence, in_pins: false },
+            name: PageState { hits: 0, persistence, marks: Marks::default() },
             fingerprint: hash,
             parent_fingerprint: self.parent_fingerprint(info),
             namespace,
@@ -581,7 +621,9 @@ impl<P: Resident> L2Policy<P> {
     /// Removes the pages that the evictor has removed, and requests writes of the dirty ones.
     fn remove_evicted(&mut self, evicted: Vec<Evicted<PageState>>, now_ms: u64, actions: &mut PolicyActions) {
         for Evicted { name: state, slot, bytes, reason } in evicted {
-            if state.in_pins {
+            if state.marks.has(Marks::IN_PINS) {
+                let pinned = self.pins.is_pinned(slot).then(|| self.id_at(slot)).flatten();
+                actions.unpin.extend(pinned);
                 self.release_pins(slot);
             }
             let Some(page) = self.remove_page(slot) else { continue };
@@ -592,6 +634,11 @@ impl<P: Resident> L2Policy<P> {
                 && !fail_point!("node.write-back-drops-dirty")
             {
                 self.begin_write(info.id, bytes, actions);
+            }
+            // From now on only L3 sees the uses of the page. It retains pages that were used.
+            if state.persistence == Persistence::Clean && state.hits > 0 && reason != EvictionReason::Expired {
+                let outlook = self.evictor.policy().outlook(self.by_id.hash(&info.id), info.position);
+                actions.touch.push((info.id, outlook));
             }
             actions.evict.push((info.id, reason));
         }

@@ -16,6 +16,7 @@
 
 mod forgets;
 mod generations;
+mod idle;
 mod put;
 
 use crate::budget::{Charge, EXPOSED_MAX, LosingWriter};
@@ -24,6 +25,7 @@ use crate::metrics::Metrics;
 use crate::places::Peer;
 use crate::tiers::Tiers;
 use generations::Generations;
+use idle::IdleOrder;
 use larder_format::PageId;
 use larder_runtime::sync::{Mutex, MutexGuard};
 use larder_runtime::{LogLimit, fail_point, now, race_point};
@@ -31,7 +33,7 @@ use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
 pub use put::{Progress, Put};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tokio::sync::oneshot;
 
 /// Forgotten pages that are recorded under one lock of the table. A request may have thousands, and
@@ -52,6 +54,8 @@ pub struct Puts {
 struct PutTable {
     generations: Generations,
     open: BTreeMap<PageId, Arc<Put>>,
+    /// Open puts by their last activity, without those that [`Puts::abort_idle`] looks at.
+    idle: IdleOrder,
     /// Open puts by connection and generation, the oldest reservation of a connection first.
     of_writer: BTreeMap<(u64, u64), PageId>,
     /// Aborted puts of each connection whose client may still write parts of them. The connection
@@ -71,6 +75,7 @@ impl PutTable {
         Self {
             generations: Generations::new(generation_first, generation_end(generation_first), hash_seed),
             open: BTreeMap::new(),
+            idle: IdleOrder::default(),
             of_writer: BTreeMap::new(),
             draining: BTreeMap::new(),
             waiting: BTreeMap::new(),
@@ -84,11 +89,13 @@ impl PutTable {
         if let Some(writer) = put.writer() {
             self.of_writer.insert((writer, put.generation()), put.id);
         }
+        self.idle.set(put.generation(), put.id, put.reserved_at());
         self.open.insert(put.id, put.clone());
     }
 
     fn remove(&mut self, put: &Put) {
         self.open.remove(&put.id);
+        self.idle.remove(put.generation(), put.id);
         if let Some(writer) = put.writer() {
             self.of_writer.remove(&(writer, put.generation()));
         }
@@ -186,6 +193,9 @@ impl Puts {
         charge: impl FnOnce(u64) -> Option<Option<Charge>>,
     ) -> Result<Arc<Put>, ReserveOutcome> {
         let bytes = page_bytes(page);
+        if self.tiers.is_retired(&id.namespace) {
+            return Err(ReserveOutcome::Retired);
+        }
         // Held to the end: two writers of one page must not both find it absent.
         let (mut state, is_stored) = self.lock_with_lookup(&id);
         if state.closed || !state.generations.has_next() {
@@ -220,7 +230,9 @@ impl Puts {
         };
         // Another put may have taken the last one if the table was unlocked.
         let generation = state.generations.next().ok_or(ReserveOutcome::Busy)?;
-        let put = Arc::new(Put::new(id, page.clone(), generation, memory, reservation, writer));
+        let mut page = page.clone();
+        let token_ids = self.tiers.token_memory().keep(&id.namespace, std::mem::take(&mut page.token_ids));
+        let put = Arc::new(Put::new(id, page, token_ids, generation, memory, reservation, writer));
         state.insert(&put);
         state.wake(&id);
         Ok(put)
@@ -237,7 +249,9 @@ impl Puts {
             // The stamp first, and both without the lock: every put and follow needs it, and L3 may
             // make a lookup wait.
             let stamp = self.tiers.stamp(id);
-            let is_stored = self.tiers.locate(id) != TierCode::Absent;
+            // Of a retired namespace too: a put must not replace a page that a rollback brings
+            // back.
+            let is_stored = self.tiers.find(id).tier() != TierCode::Absent;
             let state = self.state.lock();
             let is_valid = is_stored || self.tiers.stamp(id) == stamp;
             // Another round only follows a put, load or forget of a page with the same counter.
@@ -255,7 +269,7 @@ impl Puts {
             return CommitOutcome::Incomplete;
         };
         // Visible before the put closes, so that no reader finds it in neither place.
-        let page = Arc::new(self.tiers.page(meta, payload));
+        let page = Arc::new(self.tiers.put_page(meta, payload, put.token_ids()));
         let bytes = u64::from(page.bytes());
         let Some(is_stored) = put.end_by(|reservation| self.tiers.insert(page, reservation)) else {
             return CommitOutcome::Incomplete;
@@ -299,44 +313,6 @@ impl Puts {
         self.metrics.puts_aborted.inc();
         self.close(put, Progress::Aborted);
         true
-    }
-
-    /// Aborts puts that received nothing for longer than `timeout`, if `is_silent` says that their
-    /// writers sent nothing either, and puts without bytes that are older than `time_max`. Takes
-    /// the remaining grants from aborted puts on the same conditions.
-    ///
-    /// A writer reserves a batch, sends its pages one by one, and commits them together. So a put
-    /// may receive nothing for long while its writer sends the other pages.
-    pub(crate) fn abort_idle(
-        &self,
-        now: Instant,
-        (timeout, time_max): (Duration, Duration),
-        is_silent: impl Fn(u64) -> bool,
-    ) {
-        let mut idle: Vec<Arc<Put>> =
-            self.state.lock().open.values().filter(|put| put.is_idle(now, timeout)).cloned().collect();
-        idle.retain(|put| {
-            let is_silent = put.writer().is_none_or(&is_silent) || fail_point!("node.idle-put-judged-alone");
-            is_silent || put.is_older(now, time_max)
-        });
-        for put in idle {
-            if let Some(puts) = self.idle_lines.record() {
-                let key = put.id.key;
-                tracing::warn!(%key, puts, ?timeout, "puts aborted: their writers sent nothing for too long; check them");
-            }
-            self.abort(&put);
-        }
-        let draining: Vec<Arc<Put>> = {
-            let mut state = self.state.lock();
-            state.draining.retain(|_, puts| {
-                puts.retain(|put| put.strong_count() > 0);
-                !puts.is_empty()
-            });
-            state.all_draining()
-        };
-        // A write to a released put breaks its channel, so a writer at work keeps its grants.
-        let is_over = |put: &Put| put.writer().is_none_or(&is_silent) || put.is_older(now, time_max);
-        draining.iter().filter(|put| put.is_idle(now, timeout) && is_over(put)).for_each(|put| put.release());
     }
 
     /// Aborts puts of these writers in their order, as long as `takes_from` says so. Each writer
@@ -449,10 +425,11 @@ impl Puts {
     /// Returns the state of a page. An absent page comes with a waiter for its put.
     pub fn presence(&self, id: &PageId) -> Presence<'_> {
         let (mut state, is_stored) = self.lock_with_lookup(id);
-        if let Some(put) = state.open.get(id) {
+        let is_retired = self.tiers.is_retired(&id.namespace);
+        if let Some(put) = state.open.get(id).filter(|_| !is_retired) {
             return Presence::Open(put.clone());
         }
-        if is_stored {
+        if is_stored && !is_retired {
             return Presence::Sealed;
         }
         if state.waiters >= self.waiters_max {
@@ -468,6 +445,16 @@ impl Puts {
         state.waiters += 1;
         state.waiting.entry(*id).or_default().insert(number, sender);
         Presence::Absent(Waiter { puts: self, id: *id, number, started })
+    }
+
+    /// Returns `true` while a put of the page is open.
+    pub(crate) fn is_open(&self, id: &PageId) -> bool {
+        self.state.lock().open.contains_key(id)
+    }
+
+    /// Returns `true` if a forget of the page is recorded. Its page may have been put again since.
+    pub(crate) fn has_forgotten(&self, id: &PageId) -> bool {
+        self.state.lock().generations.has_forgotten(id)
     }
 
     /// Returns the number of open puts and the number of waiting readers.

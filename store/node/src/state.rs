@@ -1,7 +1,7 @@
 //! State that the connections and HTTP endpoints of a node share.
 
 use crate::budget::TenantNumber;
-use crate::connection::{ArrivingBodies, BulkScheduler, Refusals};
+use crate::connection::{ArrivingBodies, BulkScheduler, ExtentLimits, Refusals};
 use crate::host::Host;
 use crate::identity::Identity;
 use crate::members::Members;
@@ -36,6 +36,7 @@ pub(crate) struct NodeState {
     pub(crate) bulk_scheduler: BulkScheduler,
     pub(crate) refusals: Refusals,
     pub(crate) arriving: ArrivingBodies,
+    pub(crate) extents: ExtentLimits,
     started: Instant,
 }
 
@@ -68,6 +69,7 @@ impl NodeState {
             bulk_scheduler: BulkScheduler::new(),
             refusals: Refusals::new(),
             arriving,
+            extents: ExtentLimits::default(),
             started: now(),
             identity,
         })

@@ -104,8 +104,8 @@ impl Store {
     pub fn tick(&self) {
         self.tiers.tick();
         let now = larder_runtime::now();
-        let is_silent = |writer| self.budget.writer_silence(writer, now).is_none_or(|time| time > PUT_IDLE_MAX);
-        self.puts.abort_idle(now, (PUT_IDLE_MAX, PUT_TIME_MAX), is_silent);
+        let silence_of = |writer| self.budget.writer_silence(writer, now);
+        self.puts.abort_idle(now, (PUT_IDLE_MAX, PUT_TIME_MAX), silence_of);
     }
 
     /// Opens a put, unless the page exists or another put of it is open.
@@ -189,7 +189,7 @@ impl Store {
                 Some((account, page_bytes)) => Some(account.charge_read(*page_bytes).await),
                 None => None,
             };
-            self.tiers.get_at(&id, location, deadline).await.is_some()
+            self.tiers.warm_at(&id, location, deadline).await.is_some()
         };
         tokio::time::timeout_at(deadline.into(), load).await.unwrap_or(false)
     }
@@ -235,6 +235,9 @@ impl Store {
         deadline: Instant,
     ) -> Result<usize, PinRefused> {
         if kind != PinKind::None {
+            if self.is_of_retired(ids) {
+                return Ok(0);
+            }
             let is_on_l3 = |id: &PageId| matches!(self.tiers.lookup(id), PageLocation::OnL3(_));
             let on_l3: Vec<PageId> = ids.iter().copied().filter(is_on_l3).collect();
             self.warm_for(charged_to, &on_l3, deadline).await;
@@ -254,8 +257,16 @@ impl Store {
         retain_ms: u64,
         deadline: Instant,
     ) -> usize {
+        if self.is_of_retired(ids) {
+            return 0;
+        }
         let retain_ms = retain_ms.min(self.options.pin_time_max.as_millis() as u64);
         self.tiers.hint(ids, generated, advice, retain_ms, deadline).await
+    }
+
+    /// Returns `true` if the pages, which are of one namespace, are of a retired one.
+    fn is_of_retired(&self, ids: &[PageId]) -> bool {
+        ids.first().is_some_and(|id| self.tiers.is_retired(&id.namespace))
     }
 
     /// Aborts open puts, flushes pages to L3 until `deadline`, and closes the devices. Pages that
@@ -309,58 +320,42 @@ impl Store {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use larder_format::{NamespaceId, PageKey, chunk_crcs};
+    use crate::test_support::{self, open_put, put, reserved, soon};
+    use larder_format::{NamespaceId, PageKey};
 
-    fn store() -> Store {
-        let options = NodeOptions { l2_bytes: 1 << 20, in_flight_bytes: Some(1 << 20), ..NodeOptions::default() };
-        let arena = Arena::new(options.arena_bytes() as usize).unwrap();
-        let devices = Devices::of(Vec::new()).unwrap();
-        Store::new(&options, arena, devices, Clock::at(0), 1)
-    }
+    const PAGE: [u8; 100] = [0; 100];
 
     fn id(number: u32) -> PageId {
         PageId { namespace: NamespaceId([1; 32]), key: PageKey::chain(None, &[number]) }
     }
 
-    fn reserve(store: &Store, id: PageId, copy_of: Option<u64>) -> Result<Arc<Put>, ReserveOutcome> {
-        let parent = PageKey::NONE;
-        store.reserve(id, Reserved { key: id.key, parent, position: 0, ttl_ms: 0, part_bytes: vec![100], copy_of })
-    }
-
-    fn land(put: &Put) {
-        let part = put.take_part(0, 100).unwrap();
-        let crcs = chunk_crcs(&part).collect();
-        assert!(put.land(0, part, crcs));
+    fn reserve_copy(store: &Store, id: PageId, generation: u64) -> Result<Arc<Put>, ReserveOutcome> {
+        store.reserve(id, Reserved { copy_of: Some(generation), ..reserved(id, PAGE.len()) })
     }
 
     #[tokio::test]
     async fn a_forgotten_page_is_neither_held_nor_served() {
-        let store = store();
-        let put = reserve(&store, id(1), None).ok().unwrap();
-        land(&put);
-        assert_eq!(store.puts().commit(&put), CommitOutcome::Stored);
-        let soon = larder_runtime::now() + Duration::from_secs(5);
-        let (found, _) = store.tiers().get(&id(1), soon).await.unwrap();
+        let store = test_support::store(Clock::at(0));
+        put(&store, id(1), &PAGE);
+        let (found, _) = store.tiers().get(&id(1), soon()).await.unwrap();
         drop(store.tiers().hold(&found).expect("the page is current"));
-        store.forget(&[id(1)], soon).await.unwrap();
+        store.forget(&[id(1)], soon()).await.unwrap();
         let hold = store.tiers().hold(&found);
-        assert!(hold.is_none() && store.tiers().get(&id(1), soon).await.is_none());
+        assert!(hold.is_none() && store.tiers().get(&id(1), soon()).await.is_none());
     }
 
     /// The table of puts is locked for a part of the request at a time.
     #[tokio::test]
     async fn forget_of_many_pages_reaches_each_of_them() {
-        let store = store();
-        let soon = larder_runtime::now() + Duration::from_secs(60);
+        let store = test_support::store(Clock::at(0));
         let ids: Vec<PageId> = (0..8192).map(id).collect();
-        let open = [0, 100, 8191].map(|number| reserve(&store, id(number), None).ok().unwrap());
-        open.iter().for_each(|put| land(put));
+        let open = [0, 100, 8191].map(|number| open_put(&store, id(number), &PAGE));
         let copied = open[2].generation();
-        store.forget(&ids, soon).await.unwrap();
+        store.forget(&ids, soon()).await.unwrap();
         assert!(open.iter().all(|put| store.puts().commit(put) == CommitOutcome::Incomplete));
         for id in &ids {
-            assert_eq!(reserve(&store, *id, Some(copied)).err(), Some(ReserveOutcome::Forgotten));
+            assert_eq!(reserve_copy(&store, *id, copied).err(), Some(ReserveOutcome::Forgotten));
         }
-        assert!(reserve(&store, id(8192), Some(copied)).is_ok(), "another page");
+        assert!(reserve_copy(&store, id(8192), copied).is_ok(), "another page");
     }
 }

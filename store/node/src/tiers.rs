@@ -15,9 +15,10 @@
 //! 2. [`Tiers::shares`], so that floors are set in the order of their changes;
 //! 3. [`Tiers::state`];
 //! 4. the lock of the budget, which is in [`crate::budget`];
-//! 5. leaf locks: the shards of `l2` and of foyer, `writeback`, `holds`, queues of touches, shapes,
-//!    the health of a device, the arena. An L3 log and the shards of its index are leaves too, but
-//!    only for threads without 1 and 3.
+//! 5. leaf locks: the shards of `l2` and of foyer, `writeback`, `holds`, `arrivals`, queues of
+//!    touches and of changes, shapes, floors, the health of a device, the arena. An L3 log and the
+//!    shards of its index are leaves too, but only for threads without 1 and 3. A log takes the
+//!    locks of the floors and of the queue of changes under its own.
 //!
 //! No lock is held across an `await`. An L3 log calls the damage listener without its own lock,
 //! because the listener takes `state`.
@@ -25,8 +26,10 @@
 //! Layout: this file looks pages up and puts them; `load` reads L3; `forget` removes pages;
 //! `hold` keeps their memory for readers; `writeback` tracks writes to L3; `index` finds pages by
 //! id; `changes` tells whether a lookup is still valid; `touches` queues hits for the policy;
-//! `status` reports.
+//! `turns` keeps the order of a request's pages, and `arrivals` shows them meanwhile; `pages` makes
+//! them of their facts; `namespaces` lists namespaces and hides retired ones; `status` reports.
 
+mod arrivals;
 mod changes;
 mod forget;
 mod hints;
@@ -34,30 +37,39 @@ mod hits;
 mod hold;
 mod index;
 mod load;
+mod namespaces;
+mod pages;
 mod status;
 #[cfg(all(test, feature = "shuttle"))]
 mod threads;
 mod touches;
+mod turns;
 mod writeback;
+mod writes;
 
 use crate::budget::Charge;
+use crate::departures::{Departures, Reason};
 use crate::devices::{DeviceLocation, Devices};
 use crate::holds::Holds;
 use crate::metrics::Metrics;
+use crate::namespaces::Namespaces;
 use crate::options::NodeOptions;
 use crate::page::{Page, PageShapes};
+use crate::page_changes::ChangeQueue;
 use crate::places::Peer;
 use crate::policy::{L2Policy, PinRefused, PolicyActions, PolicyOptions, PutOutcome, WritePolicy};
 use crate::shares::Shares;
+use crate::token_ids::TokenMemory;
+use arrivals::Arrivals;
 use changes::{ChangeCounters, ChangeStamp};
 use foyer::{Cache, CacheBuilder, FifoConfig};
 use index::PageIndex;
-use larder_evict::EvictionReason;
-use larder_format::{NamespaceId, PageId, PageMeta};
-use larder_memory::{Arena, Slot, SlotMut};
+use larder_evict::{EvictionReason, Outlook};
+use larder_format::{NamespaceId, PageId};
+use larder_memory::{Arena, SlotMut};
 use larder_runtime::sync::{Mutex, MutexGuard};
-use larder_runtime::{Clock, fail_point, now, race_point, sync};
-use larder_wire::{PagePin, PinKind, TierCode};
+use larder_runtime::{Clock, fail_point, now, race_point};
+use larder_wire::{PinKind, TierCode};
 use std::collections::BTreeSet;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Weak};
@@ -65,15 +77,20 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use touches::{Touch, TouchQueues};
-use writeback::{WriteTicket, WritebackTable};
+use writeback::WritebackTable;
 
 pub use forget::TiersError;
+pub(crate) use hits::ReadRecord;
+pub(crate) use turns::Turns;
 pub(crate) use writeback::WriteLoad;
 
 /// Bytes of L2 that one call of [`Tiers::make_room`] frees, at most.
 const MAKE_ROOM_BYTES: u64 = 64 << 20;
-/// Floors that are set under one lock of the state. A handshake may change those of all namespaces.
+/// Floors of L2 that are compared, and set, under one lock of the state.
 const FLOORS_AT_ONCE: usize = 64;
+/// Floors of L2 that one handshake compares, at most. With another peer those of all namespaces
+/// change. The next handshake continues, and [`Tiers::tick`] does the rest.
+const FLOORS_PER_JOIN: usize = 512;
 /// The arena hands out slots in multiples of this many bytes.
 pub(crate) const SLOT_UNIT: usize = 4096;
 /// Memory of a page in DRAM beside its payload, in bytes: indices, metadata with checksums, and the
@@ -163,11 +180,16 @@ pub struct NamespaceUser {
     tiers: Arc<Tiers>,
     namespace: NamespaceId,
     peer: Peer,
+    /// The table of namespaces counts the connection.
+    is_counted: bool,
 }
 
 impl Drop for NamespaceUser {
     fn drop(&mut self) {
         self.tiers.shares.lock().leave(self.namespace, self.peer, now());
+        if self.is_counted {
+            self.tiers.namespaces.leave(self.namespace, self.tiers.clock.now_unix_ms());
+        }
     }
 }
 
@@ -186,15 +208,19 @@ pub struct Tiers {
     /// Stores nothing. foyer shares one read among all concurrent readers of a put (page and
     /// generation).
     l3_reads: Cache<(PageId, u64), Arc<Page>>,
+    arrivals: Arrivals,
     devices: Devices,
     arena: Arc<Arena>,
     /// Namespaces in use. See the lock order.
     shares: Mutex<Shares>,
+    namespaces: Namespaces,
+    departures: Departures,
     state: Mutex<TiersState>,
     shapes: PageShapes,
+    token_memory: Arc<TokenMemory>,
     touches: TouchQueues,
     /// Pages with hits in L2 that L3 is to learn of. A leaf lock.
-    l3_touches: Mutex<Vec<PageId>>,
+    l3_touches: Mutex<Vec<(PageId, Outlook)>>,
     /// True if a hit may start a write to L3, so that it is applied at once.
     hits_write: bool,
     changes: ChangeCounters,
@@ -241,6 +267,14 @@ impl Tiers {
         });
         let waits_for_hits = options.write_policy == WritePolicy::Selective || options.l3_write_bytes_per_day.is_some();
         let hits_write = !devices.is_empty() && waits_for_hits;
+        let shares = Shares::default();
+        devices.share_floors(shares.floors());
+        let recorded = options.kv_events_listen.map(|_| {
+            let namespace = options.kv_events_namespace.clone();
+            Arc::new(ChangeQueue::new(namespace, metrics.kv_events_dropped.clone()))
+        });
+        let token_memory = TokenMemory::beside(options.arena_bytes(), shares.floors().clone(), &metrics);
+        pages::record_l3(options, &devices, recorded.as_ref(), &token_memory);
         Arc::new_cyclic(|this: &Weak<Tiers>| {
             // Weak: the devices must not keep the tiers alive that own them.
             let listener = this.clone();
@@ -252,13 +286,17 @@ impl Tiers {
                 }) as _),
             );
             Self {
-                l2: PageIndex::new(seed, options.l2_bytes),
+                l2: PageIndex::new(seed, options.l2_bytes, recorded),
                 l3_reads,
+                arrivals: Arrivals::default(),
                 devices,
                 arena,
-                shares: Mutex::default(),
+                shares: Mutex::new(shares),
+                namespaces: Namespaces::new(),
+                departures: Departures::new(options.l2_bytes),
                 state: Mutex::new(TiersState { policy, touches: Vec::new() }),
                 shapes: PageShapes::default(),
+                token_memory,
                 touches: TouchQueues::default(),
                 l3_touches: Mutex::default(),
                 hits_write,
@@ -277,6 +315,11 @@ impl Tiers {
 
     pub(crate) fn clock(&self) -> Clock {
         self.clock
+    }
+
+    /// Changes of L2 for KV events. `None` if they are off.
+    pub(crate) fn recorded_changes(&self) -> Option<&Arc<ChangeQueue>> {
+        self.l2.recorded()
     }
 
     pub fn devices(&self) -> &Devices {
@@ -328,8 +371,19 @@ impl Tiers {
         Some(PutReservation { tiers, bytes, charge })
     }
 
-    /// Looks a page up in all tiers: one probe of each, DRAM first. Counts neither a hit nor a
-    /// miss.
+    /// Looks a page up in all tiers for a reader. Counts neither a hit nor a miss. A retired
+    /// namespace has no pages.
+    ///
+    /// `find` documents the validity of the result.
+    pub fn lookup(&self, id: &PageId) -> PageLocation {
+        if self.is_retired(&id.namespace) {
+            return PageLocation::Absent;
+        }
+        self.find(id)
+    }
+
+    /// Looks a page up in all tiers, of a retired namespace too: one probe of each tier, DRAM
+    /// first.
     ///
     /// The order follows the way of a page: L2, writeback, holds, L3. A page on its way down is
     /// found, because `writeback` has it before L2 loses it, and L3 has it before `writeback` loses
@@ -349,13 +403,13 @@ impl Tiers {
     ///    before its own lookup.
     /// 3. The stamp is read before the first probe. Every put, load and forget changes the stamp of
     ///    its page in the critical section that changes L2. A page enters L2 from L3 only if, under
-    ///    the same lock, the stamp is that of the lookup. So no forgotten page returns to L2, and
-    ///    no newer put is replaced by an older one.
+    ///    the same lock, the stamp is that of a lookup which found this put. So no forgotten page
+    ///    returns to L2, and no newer put is replaced by an older one.
     ///
     /// For rule 3 a forget comes in three places. Recorded before the stamp was read: its tombstone
     /// was there before as well, and the lookup found nothing older. Recorded between the stamp and
     /// the load: the stamps differ. Recorded after the load: it removes the page from L2 again.
-    pub fn lookup(&self, id: &PageId) -> PageLocation {
+    pub(crate) fn find(&self, id: &PageId) -> PageLocation {
         let stamp = self.changes.stamp(id);
         if let Some(page) = self.l2.get(id) {
             // All tiers expire a page by the same clock: L3 need not be asked.
@@ -397,7 +451,7 @@ impl Tiers {
     pub(crate) fn get_l2(&self, id: &PageId) -> Option<Arc<Page>> {
         let page = self.l2.get(id);
         let page = page.or_else(|| self.writeback.get(id)).or_else(|| self.holds.get(id));
-        page.filter(|page| self.is_live(page.expires_unix_ms()))
+        page.filter(|page| self.is_live(page.expires_unix_ms()) && !self.is_retired(&id.namespace))
     }
 
     pub(crate) fn count_misses(&self, pages: usize) {
@@ -446,60 +500,47 @@ impl Tiers {
         answer
     }
 
-    /// Makes a page that shares the facts of its namespace.
-    pub(crate) fn page(&self, meta: PageMeta, payload: Slot) -> Page {
-        self.shapes.page(meta, payload)
-    }
-
     /// Applies the policy's actions and releases the lock. Takes the guard by value, so that no
     /// caller can release the lock between decision and action.
     fn apply(&self, state: MutexGuard<'_, TiersState>, actions: PolicyActions, put: Option<&Arc<Page>>) {
+        let mut writes = Vec::with_capacity(actions.write.len());
         // Writes before evictions: `writeback` must have a page before L2 loses it.
         for id in &actions.write {
             let sealed = put.filter(|page| page.is(id)).cloned();
             if let Some(page) = sealed.or_else(|| self.l2.get(id)) {
                 // Here, because a lock of its own for each write would cost more than the look-up.
                 let quota = state.policy.quota(id.namespace);
-                self.begin_write(page, quota);
+                writes.extend(self.begin_write(page).map(|write| (write, quota)));
             }
         }
         let mut evicted = Vec::with_capacity(actions.evict.len());
+        let now_ms = if actions.evict.is_empty() { 0 } else { self.clock.now_unix_ms() };
         for (id, reason) in &actions.evict {
             if fail_point!("node.serve-evicted") {
                 continue;
             }
             evicted.push(self.l2.remove(id));
-            match reason {
-                EvictionReason::Expired => self.metrics.pages_expired_l2.inc(),
-                EvictionReason::Capacity | EvictionReason::Quota => self.metrics.pages_evicted_l2.inc(),
+            let departure = match reason {
+                EvictionReason::Expired => {
+                    self.metrics.pages_expired_l2.inc();
+                    Reason::Expired
+                }
+                EvictionReason::Capacity | EvictionReason::Quota => {
+                    self.metrics.pages_evicted_l2.inc();
+                    Reason::Evicted
+                }
             };
+            self.departures.record(self.l2.hash(id), departure, now_ms);
         }
         drop(state);
+        // A new task wakes a thread, which may take the lock at once.
+        writes.into_iter().for_each(|(write, quota)| self.run_write(write, quota));
         // Freeing many pages takes long, and L3 takes its own lock: both happen without `state`.
         drop(evicted);
         self.queue_l3_touches(actions.touch);
         if !actions.unpin.is_empty() {
             self.devices.pin(&actions.unpin, PinKind::None);
         }
-    }
-
-    /// Starts a write to L3, with the quota of the page's namespace. Called under the `state` lock,
-    /// before the page may leave L2.
-    fn begin_write(&self, page: Arc<Page>, quota: Option<u64>) {
-        let Some(tiers) = self.this.upgrade() else { return };
-        let ticket = self.writeback.begin(&page);
-        sync::spawn(&self.runtime, async move {
-            // The guard ends the write even if this task is cancelled or panics.
-            let mut write = WriteGuard { tiers, page, stored: false, ticket };
-            let meta = write.page.meta();
-            match write.tiers.devices.write(&meta, &write.page.payload, quota).await {
-                Ok(()) => write.stored = true,
-                Err(error) => {
-                    write.tiers.metrics.l3_writes_failed.inc();
-                    tracing::warn!(id = ?meta.id, %error, "cannot write a page to L3; DRAM has the only copy");
-                }
-            }
-        });
     }
 
     /// Evicts pages because the arena has no free run of bytes for a new one.
@@ -527,19 +568,14 @@ impl Tiers {
         Ok(pinned)
     }
 
-    pub(crate) fn pins(&self, ids: &[PageId]) -> Vec<Option<PagePin>> {
-        let now_ms = self.clock.now_unix_ms();
-        let state = self.state.lock();
-        ids.iter().map(|id| state.policy.pin_of(id, now_ms)).collect()
-    }
-
     /// Ends pins and pages that have expired, and tells L3 of hits in L2. To be called about once a
     /// second.
     pub(crate) fn tick(&self) {
         self.send_l3_touches();
         let mut shares = self.shares.lock();
         shares.expire(now());
-        self.update_floors(shares);
+        self.update_floors(&mut shares, usize::MAX);
+        drop(shares);
         self.decide(|policy, now_ms, actions| policy.tick(now_ms, actions));
     }
 
@@ -552,26 +588,34 @@ impl Tiers {
     }
 
     /// Records that a connection of a peer uses a namespace, until the answer is dropped. Passes
-    /// quota and floors to the policy and the L3 logs, before the first page arrives.
+    /// quota and floors to the policy and the L3 logs, before the first page arrives. With more
+    /// than some hundred namespaces in use, L2 has the floor within a second.
     pub fn join(&self, namespace: NamespaceId, peer: Peer) -> Option<NamespaceUser> {
         self.apply_quota(namespace);
         let tiers = self.this.upgrade()?;
         let mut shares = self.shares.lock();
         shares.join(namespace, peer);
-        self.update_floors(shares);
-        Some(NamespaceUser { tiers, namespace, peer })
+        self.update_floors(&mut shares, FLOORS_PER_JOIN);
+        drop(shares);
+        let is_counted = self.namespaces.enter(namespace, self.clock.now_unix_ms());
+        Some(NamespaceUser { tiers, namespace, peer, is_counted })
     }
 
-    /// Passes changed floors on. Takes the lock, so that an older change never follows a newer one.
-    fn update_floors(&self, mut shares: MutexGuard<'_, Shares>) {
-        let Some(floors) = shares.take_changed() else { return };
-        let l2_bytes = self.state.lock().policy.capacity_bytes();
-        // Requests wait for the lock of the state, so each hold of it is short.
-        for changes in shares.changes_of_l2(&floors, l2_bytes).chunks(FLOORS_AT_ONCE) {
-            self.state.lock().policy.set_floors(changes);
+    /// Passes changed floors to L2, after `visits_max` comparisons at most. The caller keeps the
+    /// lock of `shares`, so that an older change never follows a newer one.
+    fn update_floors(&self, shares: &mut Shares, visits_max: usize) {
+        if !shares.has_changes_of_l2() {
+            return;
         }
-        self.devices.set_floors(&floors);
-        drop(shares);
+        let l2_bytes = self.state.lock().policy.capacity_bytes();
+        let mut left = visits_max;
+        while left > 0 && shares.has_changes_of_l2() {
+            let visits = left.min(FLOORS_AT_ONCE);
+            left -= visits;
+            let changes = shares.changes_of_l2(l2_bytes, visits);
+            // Requests wait for the lock of the state, so each hold of it is short.
+            self.state.lock().policy.set_floors(&changes);
+        }
     }
 
     /// Walks over the pages in L2: see [`L2Policy::next_from`].
@@ -617,23 +661,5 @@ impl Tiers {
 
     pub(crate) fn metrics(&self) -> &Metrics {
         &self.metrics
-    }
-}
-
-/// A write to L3 in flight. Dropping it records the outcome.
-struct WriteGuard {
-    tiers: Arc<Tiers>,
-    page: Arc<Page>,
-    stored: bool,
-    ticket: WriteTicket,
-}
-
-impl Drop for WriteGuard {
-    fn drop(&mut self) {
-        let (id, generation) = (self.page.id(), self.page.generation());
-        // The policy first: when `writeback` loses the page, the policy knows whether L3 has it.
-        self.tiers.state.lock().policy.written(&id, generation, self.page.bytes(), self.stored);
-        self.tiers.writeback.end(&self.ticket);
-        self.tiers.in_flight_ended.notify_waiters();
     }
 }

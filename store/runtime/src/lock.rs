@@ -59,6 +59,10 @@ impl<T> RwLock<T> {
     pub fn write(&self) -> RwLockWriteGuard<'_, T> {
         ignore_poison(self.0.write())
     }
+
+    pub fn try_write(&self) -> Option<RwLockWriteGuard<'_, T>> {
+        ignore_poison_if_free(self.0.try_write())
+    }
 }
 
 #[cfg(test)]
@@ -85,6 +89,6 @@ mod tests {
     fn taken_locks_are_refused() {
         let (mutex, shared) = (Mutex::new(()), RwLock::new(()));
         let _guards = (mutex.lock(), shared.write());
-        assert!(mutex.try_lock().is_none() && shared.try_read().is_none());
+        assert!(mutex.try_lock().is_none() && shared.try_read().is_none() && shared.try_write().is_none());
     }
 }

@@ -74,6 +74,10 @@ mod modelled {
         pub fn write(&self) -> RwLockWriteGuard<'_, T> {
             ignore_poison(self.0.write())
         }
+
+        pub fn try_write(&self) -> Option<RwLockWriteGuard<'_, T>> {
+            self.0.try_write().ok()
+        }
     }
 
     pub fn spawn(_runtime: &Handle, task: impl Future<Output = ()> + Send + 'static) {

@@ -47,6 +47,35 @@ codes!(
         /// The page is a copy, and the node cannot prove that the page was not forgotten since it
         /// was copied. The client must drop the copy.
         Forgotten = 6,
+        /// An operator has retired the namespace. A retry fails until the rollback. To versions
+        /// before 8 this is [`ReserveOutcome::Malformed`].
+        Retired = 7,
+    }
+);
+codes!(
+    /// Reason why a node cannot serve a page now.
+    MissReason, "miss reason" {
+        /// None: the node can serve the page.
+        Present = 0,
+        /// The node knows nothing of the page. Its records begin with its start and have a bounded
+        /// size, so the page may also have left long ago.
+        NeverStored = 1,
+        /// The page left the node, because it had no room for it.
+        Evicted = 2,
+        /// The time to live of the page is over.
+        Expired = 3,
+        /// A client deleted the page.
+        Forgotten = 4,
+        /// The node has a page of this key in another namespace.
+        OtherNamespace = 5,
+        /// An operator has retired the namespace.
+        Retired = 6,
+        /// A client is putting the page.
+        BeingPut = 7,
+        /// The node has not read all of L3 since its start. The page may be there.
+        Recovering = 8,
+        /// A failing device has the page. The node tries the device again later.
+        DeviceFailing = 9,
     }
 );
 codes!(

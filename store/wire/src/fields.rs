@@ -1,10 +1,10 @@
 //! Fields that several messages share, with their encodings.
 
-use crate::codes::PinKind;
+use crate::codes::{MissReason, PinKind};
 use crate::limits::{MAX_KEYS, MAX_RDMA_CHANNELS};
 use larder_format::MAX_CHUNKS;
-use larder_format::PageKey;
 use larder_format::codec::{DecodeError, Put, Reader, Result};
+use larder_format::{NamespaceFields, PageKey, PageMeta};
 use std::ops::Range;
 
 /// One of the pages that a request named: an open put, or a page that the node holds for the
@@ -102,6 +102,72 @@ pub struct PagePin {
     pub kind: PinKind,
     /// Time until the pin expires, in milliseconds.
     pub remaining_ms: u64,
+}
+
+/// Payload of a page in a file of L3. Part of [`Response::Extents`](crate::Response::Extents).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Extent {
+    /// Position of the file's descriptor in the message on the arena session.
+    pub file: u32,
+    /// Start of the payload in the file, in bytes: a multiple of 4,096.
+    pub offset: u64,
+    /// Identity and CRCs of the page. They prove the bytes that the client reads: the node may
+    /// reuse the extent after its hold.
+    pub meta: PageMeta,
+}
+
+impl Extent {
+    pub(crate) fn put(out: &mut Vec<u8>, extent: &Option<Extent>) {
+        put_optional(out, extent.as_ref(), |out, extent| {
+            out.put_u32(extent.file);
+            out.put_u64(extent.offset);
+            extent.meta.encode(out);
+        });
+    }
+
+    /// Reads an extent in one of `files` files.
+    pub(crate) fn read(reader: &mut Reader<'_>, files: u32) -> Result<Option<Extent>> {
+        optional(reader, |r| {
+            let (file, offset) = (r.u32("file of the extent")?, r.u64("offset of the extent")?);
+            if file >= files {
+                return Err(DecodeError::Invalid("file of the extent"));
+            }
+            Ok(Extent { file, offset, meta: PageMeta::decode(r)? })
+        })
+    }
+}
+
+/// Reason of a miss, with its circumstances. Part of
+/// [`Response::Explained`](crate::Response::Explained).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Explanation {
+    /// Reason.
+    pub reason: MissReason,
+    /// Time of the event, in milliseconds since 1970. 0 if the reason is no event, or if its time
+    /// is unknown.
+    pub at_unix_ms: u64,
+    /// Fields in which the nearest namespace with the page differs. Empty unless the reason is
+    /// [`MissReason::OtherNamespace`].
+    pub differing: NamespaceFields,
+}
+
+impl Explanation {
+    pub(crate) fn put(out: &mut Vec<u8>, explanation: &Explanation) {
+        out.put_u8(explanation.reason.code());
+        out.put_u64(explanation.at_unix_ms);
+        out.put_u8(explanation.differing.bits());
+    }
+
+    pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Explanation> {
+        let reason = MissReason::from_code(reader.u8("miss reason")?)?;
+        let at_unix_ms = reader.u64("time of the event")?;
+        let differing = NamespaceFields::from_bits(reader.u8("differing fields")?)?;
+        // Two namespaces differ in at least one field, and no other reason has any.
+        if differing.is_empty() == (reason == MissReason::OtherNamespace) {
+            return Err(DecodeError::Invalid("differing fields"));
+        }
+        Ok(Explanation { reason, at_unix_ms, differing })
+    }
 }
 
 impl Delivery {
@@ -270,6 +336,15 @@ pub(crate) fn put_crcs(out: &mut Vec<u8>, crcs: &[u32]) {
 
 pub(crate) fn crcs(reader: &mut Reader<'_>) -> Result<Vec<u32>> {
     reader.list(MAX_CHUNKS, "chunk CRCs", |r| r.u32("chunk CRC"))
+}
+
+/// Reads a `u8` that is 0 or 1.
+pub(crate) fn flag(reader: &mut Reader<'_>, field: &'static str) -> Result<bool> {
+    match reader.u8(field)? {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(DecodeError::Invalid(field)),
+    }
 }
 
 pub(crate) fn put_optional<T>(out: &mut Vec<u8>, item: Option<&T>, put: impl FnOnce(&mut Vec<u8>, &T)) {

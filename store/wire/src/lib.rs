@@ -50,15 +50,17 @@ mod response;
 mod stream;
 
 pub use busy_poll::{BusyPollSource, DEFAULT_BUSY_POLL};
-pub use codes::{CommitOutcome, ErrorCode, FollowState, Hint, PinKind, ReserveOutcome, TierCode};
-pub use fields::{Delivery, Entry, GrantedRange, PagePin, PageRange, PartLocation, PayloadLocation, RdmaEndpoint};
+pub use codes::{CommitOutcome, ErrorCode, FollowState, Hint, MissReason, PinKind, ReserveOutcome, TierCode};
+pub use fields::{
+    Delivery, Entry, Explanation, Extent, GrantedRange, PagePin, PageRange, PartLocation, PayloadLocation, RdmaEndpoint,
+};
 pub use frame::{
     FRAGMENT_BYTES, Frame, FrameHead, FrameHeader, FrameQueue, FrameReader, FrameWriter, HEADER_BYTES, MAX_BODY_BYTES,
     Payload, PayloadGuard, Piece, QueuedPayloads, YieldBudget,
 };
 pub use limits::{
-    MAX_ARENA_PAGES, MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PART_GRANTS, MAX_PIN_MS,
-    MAX_PUTS, MAX_RDMA_CHANNELS,
+    MAX_ARENA_PAGES, MAX_EXPLAINED, MAX_EXTENT_FILES, MAX_EXTENTS, MAX_HOLD_MS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS,
+    MAX_NAME_BYTES, MAX_PART_GRANTS, MAX_PIN_MS, MAX_PUTS, MAX_RDMA_CHANNELS,
 };
 pub use messages::{MessageInfo, REQUESTS, RESPONSES};
 pub use request::{Request, Reserved};
@@ -67,7 +69,7 @@ pub use stream::{ByteSink, ByteSource, TryReceive, prepare_socket};
 
 /// Newest protocol version of this build. Hello offers it, and the node answers with the newest
 /// version that both sides speak.
-pub const PROTOCOL_VERSION: u16 = 7;
+pub const PROTOCOL_VERSION: u16 = 10;
 /// Oldest protocol version of this build. A peer that speaks only older ones is refused in the
 /// handshake.
 pub const PROTOCOL_VERSION_MIN: u16 = 1;
@@ -103,3 +105,11 @@ pub const VERSION_RDMA_PROGRESS: u16 = 6;
 /// First version with [`Request::Hint`]. Older nodes learn nothing of generations, so a client
 /// sends them no hints.
 pub const VERSION_HINTS: u16 = 7;
+/// First version with [`Request::Explain`] and [`ReserveOutcome::Retired`]. A client of an older
+/// node learns no reasons of misses.
+pub const VERSION_EXPLAIN: u16 = 8;
+/// First version with [`Reserved::token_ids`]. An older node stores pages without them.
+pub const VERSION_TOKEN_IDS: u16 = 9;
+/// First version with [`Request::Extents`] and [`Request::Lookup`]'s `load_l3`. Pages of an older
+/// node reach a client through the node only.
+pub const VERSION_EXTENTS: u16 = 10;

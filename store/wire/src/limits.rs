@@ -5,6 +5,13 @@ pub const MAX_KEYS: usize = 8192;
 /// Maximum number of pages that one Reserve asks for, and of puts that one Commit seals. Larger
 /// batches take several requests.
 pub const MAX_PUTS: usize = 1024;
+/// Maximum number of pages that one Explain asks for. The node looks each up in several namespaces.
+pub const MAX_EXPLAINED: usize = 512;
+/// Maximum number of pages that one Extents asks for. The answer carries the CRCs of each.
+pub const MAX_EXTENTS: usize = 256;
+/// Maximum number of files that the answer to one Extents names. Their descriptors travel in one
+/// message, and Linux allows 253.
+pub const MAX_EXTENT_FILES: usize = 16;
 /// Maximum number of members that a node keeps. It bounds the body of the Members response.
 pub const MAX_MEMBERS: usize = 1024;
 /// Maximum length of a name, in bytes: of a client, a node, a member, a machine or a socket.

@@ -14,13 +14,14 @@
 //!   corpus.
 
 use crate::limits::{
-    MAX_ARENA_PAGES, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PART_GRANTS, MAX_PUTS,
-    MAX_RDMA_CHANNELS, MAX_TEXT_BYTES,
+    MAX_ARENA_PAGES, MAX_EXPLAINED, MAX_EXTENTS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES,
+    MAX_PART_GRANTS, MAX_PUTS, MAX_RDMA_CHANNELS, MAX_TEXT_BYTES,
 };
 use crate::request::Request;
 use crate::response::Response;
 use larder_format::MAX_CHUNKS;
 use larder_format::MAX_PARTS;
+use larder_format::MAX_TOKEN_IDS;
 use larder_format::codec::{DecodeError, Result};
 
 /// One row of [`REQUESTS`] or [`RESPONSES`]. The tests compare `docs/protocol.md` and pinned
@@ -96,7 +97,7 @@ message_table! {
     Request::Hello { .. } => Hello = 1 { since: 1, limits: [name <= MAX_NAME_BYTES] }
     Request::Locate(_) => Locate = 2 { since: 1, sheddable: true, limits: [keys <= MAX_KEYS] }
     Request::Get { .. } => Get = 3 { since: 1, sheddable: true, limits: [keys <= MAX_KEYS, channels <= MAX_RDMA_CHANNELS] }
-    Request::Reserve(_) => Reserve = 4 { since: 1, sheddable: true, limits: [pages <= MAX_PUTS, parts <= MAX_PARTS] }
+    Request::Reserve(_) => Reserve = 4 { since: 1, sheddable: true, limits: [pages <= MAX_PUTS, parts <= MAX_PARTS, tokens <= MAX_TOKEN_IDS] }
     Request::Part { .. } => Part = 5 { since: 1, limits: [crcs <= MAX_CHUNKS] }
     Request::Commit(_) => Commit = 6 { since: 1, limits: [puts <= MAX_PUTS] }
     Request::Abort(_) => Abort = 7 { since: 1 }
@@ -124,6 +125,8 @@ message_table! {
     Request::Ping => Ping = 26 { since: 5 }
     Request::RdmaProgress { .. } => RdmaProgress = 27 { since: 6 }
     Request::Hint { .. } => Hint = 28 { since: 7, sheddable: true, limits: [keys <= MAX_KEYS] }
+    Request::Explain(_) => Explain = 29 { since: 8, sheddable: true, limits: [keys <= MAX_EXPLAINED] }
+    Request::Extents(_) => Extents = 30 { since: 10, sheddable: true, limits: [keys <= MAX_EXTENTS] }
 }
 
 message_table! {
@@ -155,4 +158,6 @@ message_table! {
     Response::ArenaPages(_) => ArenaPages = 148 { since: 2, limits: [pages <= MAX_ARENA_PAGES] }
     Response::Pins(_) => Pins = 149 { since: 3, limits: [pins <= MAX_KEYS] }
     Response::Pong => Pong = 150 { since: 5 }
+    Response::Explained(_) => Explained = 151 { since: 8, limits: [explanations <= MAX_EXPLAINED] }
+    Response::Extents { .. } => Extents = 152 { since: 10, limits: [extents <= MAX_EXTENTS] }
 }

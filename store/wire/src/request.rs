@@ -25,6 +25,26 @@ pub struct Reserved {
     /// refuses the put if the page was forgotten since that generation, or if it is unknown.
     /// `None`: the writer has computed the bytes, which needs no check.
     pub copy_of: Option<u64>,
+    /// Ids of the page's tokens, in order, for indexers of KV events: at most
+    /// [`MAX_TOKEN_IDS`](larder_format::MAX_TOKEN_IDS), and no more than the page has. Empty:
+    /// unknown.
+    pub token_ids: Vec<u32>,
+}
+
+impl Reserved {
+    /// The first page of a sequence, which the writer has computed. It does not expire, and its
+    /// token ids are unknown.
+    pub fn first(key: PageKey, part_bytes: Vec<u32>) -> Reserved {
+        Reserved {
+            key,
+            parent: PageKey::NONE,
+            position: 0,
+            ttl_ms: 0,
+            part_bytes,
+            copy_of: None,
+            token_ids: Vec::new(),
+        }
+    }
 }
 
 /// A message from a client to a node. An arrow names the response. Responses may arrive in another
@@ -73,6 +93,10 @@ pub enum Request {
         /// Time to hold the pages, in milliseconds, at most [`MAX_HOLD_MS`](crate::MAX_HOLD_MS). 0:
         /// no hold.
         hold_ms: u32,
+        /// The hold includes pages on L3, which the node loads. `false`: only pages in L2 are held,
+        /// and those on L3 stay there for [`Request::Extents`]. Versions before 10 have only
+        /// `true`.
+        load_l3: bool,
     },
     /// Ends holds of pages: those of a Lookup, and those of a Get that delivers pages in place or
     /// by RDMA. No response.
@@ -198,4 +222,12 @@ pub enum Request {
         /// Time to retain the pages, in milliseconds. Unused for other advice.
         retain_ms: u64,
     },
+    /// Asks why the node cannot serve pages, in the order of the keys. It counts neither hits nor
+    /// misses → [`Response::Explained`](crate::Response::Explained).
+    Explain(Vec<PageKey>),
+    /// Asks for the extents of pages on L3, so that a client on the node's machine reads them by
+    /// itself. The node holds them until the client cancels this request, but a few seconds at most
+    /// → [`Response::Extents`](crate::Response::Extents). Only connections with an arena session
+    /// get extents.
+    Extents(Vec<PageKey>),
 }

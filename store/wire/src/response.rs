@@ -6,7 +6,7 @@ mod codec;
 pub use codec::SharedResponse;
 
 use crate::codes::{CommitOutcome, ErrorCode, FollowState, ReserveOutcome, TierCode};
-use crate::fields::{GrantedRange, PagePin, PayloadLocation, RdmaEndpoint};
+use crate::fields::{Explanation, Extent, GrantedRange, PagePin, PayloadLocation, RdmaEndpoint};
 use larder_format::{NamespaceId, PageMeta};
 use std::ops::Range;
 
@@ -175,6 +175,16 @@ pub enum Response {
     Pong,
     /// Answers Pins: the pin of each page, in the order of the keys.
     Pins(Vec<Option<PagePin>>),
+    /// Answers Explain, in the order of the keys.
+    Explained(Vec<Explanation>),
+    /// Answers Extents. The descriptors of the files came over the arena session before, in one
+    /// message with the number of the request.
+    Extents {
+        /// Number of the descriptors, at most [`MAX_EXTENT_FILES`](crate::MAX_EXTENT_FILES).
+        files: u32,
+        /// Extent of each page, in the order of the keys. `None`: the client gets the page by Get.
+        extents: Vec<Option<Extent>>,
+    },
     /// Answers an offer of RDMA channels: the node's ends of the channels that it connected.
     RdmaChannels(Vec<RdmaEndpoint>),
     /// Parts that the client may write by RDMA. Parts that are missing from the list travel another

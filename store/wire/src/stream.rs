@@ -83,6 +83,12 @@ pub trait ByteSink: Send + 'static {
     fn socket(&self) -> Option<BorrowedFd<'_>> {
         None
     }
+
+    /// Returns the bytes that the peer has not acknowledged, if the frame writer is to look how far
+    /// the peer has received while the sink takes nothing. The default is `None`.
+    fn unacknowledged_bytes(&self) -> Option<u64> {
+        None
+    }
 }
 
 /// One attempt to move bytes through a socket. A transfer of fewer bytes than wanted proves that

@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Kind, name, first version, sheddable. Deployed builds depend on these: a row may be added, never
 /// changed.
-const PINNED_REQUESTS: [(u8, &str, u16, bool); 27] = [
+const PINNED_REQUESTS: [(u8, &str, u16, bool); 29] = [
     (1, "Hello", 1, false),
     (2, "Locate", 1, true),
     (3, "Get", 1, true),
@@ -36,9 +36,11 @@ const PINNED_REQUESTS: [(u8, &str, u16, bool); 27] = [
     (26, "Ping", 5, false),
     (27, "RdmaProgress", 6, false),
     (28, "Hint", 7, true),
+    (29, "Explain", 8, true),
+    (30, "Extents", 10, true),
 ];
 
-const PINNED_RESPONSES: [(u8, &str, u16); 22] = [
+const PINNED_RESPONSES: [(u8, &str, u16); 24] = [
     (128, "Hello", 1),
     (129, "Located", 1),
     (130, "Page", 1),
@@ -61,6 +63,8 @@ const PINNED_RESPONSES: [(u8, &str, u16); 22] = [
     (148, "ArenaPages", 2),
     (149, "Pins", 3),
     (150, "Pong", 5),
+    (151, "Explained", 8),
+    (152, "Extents", 10),
 ];
 
 #[test]
@@ -173,7 +177,8 @@ fn document_lists_all_versions() {
 fn largest_requests_fit_the_bounds_of_their_bodies() {
     use larder_format::{MAX_CHUNKS, PageKey};
     use larder_wire::{
-        Entry, MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS, MAX_RDMA_CHANNELS, PartLocation, RdmaEndpoint,
+        Entry, MAX_EXPLAINED, MAX_EXTENTS, MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS, MAX_RDMA_CHANNELS,
+        PartLocation, RdmaEndpoint,
     };
     let entry = Entry { request: 1, index: 2 };
     let name = "n".repeat(MAX_NAME_BYTES);
@@ -200,6 +205,8 @@ fn largest_requests_fit_the_bounds_of_their_bodies() {
         Request::RdmaChannels { closed: vec![1; MAX_RDMA_CHANNELS], offered: vec![endpoint; MAX_RDMA_CHANNELS] },
         Request::GrantParts { reserve: 1, channels: vec![1; MAX_RDMA_CHANNELS] },
         Request::RdmaProgress { entry, part: Some(1), bytes: 1 },
+        Request::Explain(vec![PageKey([1; 32]); MAX_EXPLAINED]),
+        Request::Extents(vec![PageKey([1; 32]); MAX_EXTENTS]),
     ];
     for request in largest {
         let frame = request.frame(PROTOCOL_VERSION, 1, 0, None);

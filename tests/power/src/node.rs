@@ -4,9 +4,8 @@ use crate::pages::KINDS;
 use crate::record::{Found, Page};
 use anyhow::{Result, ensure};
 use larder_client::{Client, ClientOptions, Fetched, GetOptions, PutOptions, PutOutcome};
-use larder_tests::{PATIENCE, Process, is_flushed, is_recovered, wait_for_node};
+use larder_tests::{PATIENCE, Process, is_flushed, is_recovered, soon, wait_for_node};
 use std::path::Path;
-use std::time::Instant;
 
 /// Limit of the log: 16 segments of 1 MiB, so that a short run reclaims many.
 const L3_BYTES: &str = "17MiB";
@@ -18,10 +17,6 @@ const READ_BYTES_MAX: usize = 1 << 20;
 pub struct Node {
     process: Process,
     clients: Vec<Client>,
-}
-
-fn deadline() -> Instant {
-    Instant::now() + PATIENCE
 }
 
 impl Node {
@@ -50,16 +45,16 @@ impl Node {
 
     pub async fn put_bytes(&self, (kind, page): Page, payload: Vec<u8>) -> PutOutcome {
         let options = PutOptions { busy_retries: u32::MAX, ..PutOptions::default() };
-        let mut put = self.clients[kind].put_with(KINDS[kind].new_page(page), options, deadline());
+        let mut put = self.clients[kind].put_with(KINDS[kind].new_page(page), options, soon());
         for (number, part) in KINDS[kind].parts(payload).into_iter().enumerate() {
             put.part(number, part);
         }
-        put.commit(deadline()).await
+        put.commit(soon()).await
     }
 
     /// Forgets a page. Returns `true` once that is durable.
     pub async fn forget(&self, (kind, page): Page) -> bool {
-        self.clients[kind].forget(&[KINDS[kind].key(page)], deadline()).await.complete
+        self.clients[kind].forget(&[KINDS[kind].key(page)], soon()).await.complete
     }
 
     pub async fn read(&self, (kind, page): Page) -> Found {
@@ -70,7 +65,7 @@ impl Node {
     async fn read_pages(&self, kind: usize, pages: &[usize]) -> Vec<Found> {
         let described = KINDS[kind];
         let wanted = pages.iter().map(|&page| (described.key(page), vec![0; described.bytes()])).collect();
-        let answers = self.clients[kind].get_with(wanted, GetOptions::default(), deadline()).await;
+        let answers = self.clients[kind].get_with(wanted, GetOptions::default(), soon()).await;
         let found = answers.into_iter().zip(pages).map(|((bytes, fetched), &page)| match fetched {
             Fetched::Hit(_) => described.version_of(page, &bytes).map_or(Found::OtherBytes, Found::Version),
             Fetched::Miss => Found::Miss,

@@ -52,7 +52,7 @@ impl PageKind {
     }
 
     pub fn new_page(self, page: usize) -> NewPage {
-        NewPage { key: self.key(page), parent: PageKey::NONE, position: 0 }
+        NewPage::first(self.key(page))
     }
 
     /// The version, then words that depend on it, the page and their position.

@@ -54,6 +54,7 @@ use tokio::task::AbortHandle;
 
 /// Bound on submitted requests that the device has not completed. Further ones wait for a permit.
 const IN_FLIGHT_MAX: usize = 48;
+/// Duration of a stall in virtual milliseconds. A request that is only slow takes 1 to 3 s.
 const STALL_MS: u64 = 10_000;
 
 struct InFlight {
@@ -146,6 +147,8 @@ impl SimDevice {
         self.check_capacity();
     }
 
+    /// Waits until no submitted request is left. After a power failure no request completes, so the
+    /// wait does not end.
     pub async fn idle(&self) {
         loop {
             let progress = self.progress.notified();
@@ -199,6 +202,8 @@ impl SimDevice {
         self.power.consume_event()
     }
 
+    /// Draws the virtual time at which a request completes: after at most `latency_ms_max`, after 1
+    /// to 3 s if it is slow, or after [`STALL_MS`] if it stalls.
     fn due_ms(&self, random: &mut RandomSource) -> u64 {
         let faults = *self.world.faults.lock();
         let now = self.world.now_ms();

@@ -37,7 +37,7 @@ struct Segment {
     dropped_by_sync: Vec<Range<usize>>,
     /// The device silently damaged this segment since its header was last written.
     silently_damaged: bool,
-    /// Numbers of the keys of its tombstones.
+    /// Numbers of the keys of its tombstones. Those since its header was last written.
     tombstones: Vec<u64>,
 }
 
@@ -46,7 +46,8 @@ pub enum CrashEffect {
     /// Only the process dies. Acknowledged writes stay readable and are still not durable.
     ProcessKilled,
     UnsyncedLost,
-    /// Each piece is kept, lost or torn independently.
+    /// Each piece is kept, lost or torn independently. `piece` is in bytes. `garbage` and `kept`
+    /// are rates per million, and the rest of the pieces is lost.
     Torn {
         piece: usize,
         kept: u32,
@@ -74,7 +75,8 @@ const SUPERBLOCKS: [SmallFile; 2] = [SmallFile::Superblock, SmallFile::Superbloc
 pub struct Disk {
     segments: BTreeMap<u32, Segment>,
     small: BTreeMap<SmallFile, Vec<u8>>,
-    /// Stored identity of the node.
+    /// Stored identity of the node. A power loss keeps it. Only the fault `identity_lost` removes
+    /// it.
     pub identity: Option<Vec<u8>>,
     writes: u64,
     recent: VecDeque<(u32, Range<usize>)>,
@@ -113,7 +115,8 @@ impl Disk {
 
     /// Copies or renames a segment file, to the place of another one if `over`, or to a number no
     /// segment can have had. Returns the old and the new number. Skips files that were misplaced
-    /// before: the log could no longer tell their origin, nor the segment they replaced.
+    /// before: the log could no longer tell their origin, nor the segment they replaced. Returns
+    /// `None` if no file qualifies.
     pub fn misplace(&mut self, renames: bool, over: bool, random: &mut RandomSource) -> Option<(u32, u32)> {
         let is_misplaced = |(number, segment): &(&u32, &Segment)| {
             SegmentHeader::decode(&segment.first_block()).is_ok_and(|header| header.segment != **number)
@@ -172,6 +175,8 @@ impl Disk {
         true
     }
 
+    /// Number of writes so far, in all segments. [`Disk::sync`] takes such a number to tell which
+    /// writes it covers.
     pub fn writes(&self) -> u64 {
         self.writes
     }
@@ -207,6 +212,8 @@ impl Disk {
         }
     }
 
+    /// Makes the writes up to number `writes` durable, with the bytes that they have now. So a
+    /// later write to the same place may become durable with them.
     pub fn sync(&mut self, segment: u32, writes: u64) {
         let Some(Segment { now, durable, unsynced, .. }) = self.segments.get_mut(&segment) else { return };
         unsynced.retain(|write| {
@@ -281,6 +288,8 @@ impl Disk {
         self.all_suspect || self.suspects.contains(&number_of(key))
     }
 
+    /// Refuses all requests before this virtual time, in milliseconds. `u64::MAX` stands for a dead
+    /// disk, which [`Disk::heal`] does not repair.
     pub fn fail_until(&mut self, until_ms: u64) {
         self.broken_until_ms = self.broken_until_ms.max(until_ms);
     }
@@ -308,7 +317,8 @@ impl Disk {
         now_ms < self.full_until_ms
     }
 
-    /// Draws a location in some segment. Half of the draws hit recent writes.
+    /// Draws a location in some segment. Half of the draws hit recent writes. Returns its segment
+    /// and its byte offset, or `None` without segments.
     pub fn random_location(&self, random: &mut RandomSource) -> Option<(u32, u64)> {
         if self.segments.is_empty() {
             return None;
@@ -330,7 +340,8 @@ impl Disk {
         !self.segments.is_empty() && self.superblocks().flatten().next().is_none()
     }
 
-    /// Damages or removes one copy of the superblock, if both are valid. Returns its number.
+    /// Damages or removes one copy of the superblock, if both are valid. Returns its number. The
+    /// log cannot be used without a valid copy, so the last one always stays.
     pub fn destroy_superblock(&mut self, random: &mut RandomSource) -> Option<u64> {
         if self.superblocks().flatten().count() < SUPERBLOCKS.len() {
             return None;
@@ -387,6 +398,8 @@ impl Segment {
         self.now.blocks().next().unwrap_or_default()
     }
 
+    /// Offsets of the records that a later record declares durable: those below the largest bound
+    /// in any valid header. Empty if the header of the segment is not valid.
     fn durable_records(&self, log_id: &LogId, segment: u32) -> Vec<u64> {
         let first = self.durable.blocks().next().unwrap_or_default();
         let Ok(epoch) = SegmentHeader::decode_epoch(&first, log_id, segment) else { return Vec::new() };

@@ -36,6 +36,8 @@ impl Profile {
     pub const EVERY: [Profile; 6] =
         [Profile::Crash, Profile::Errors, Profile::Corruption, Profile::Memory, Profile::All, Profile::Calm];
 
+    /// Profile of a seed in a run without a chosen one. Six consecutive seeds have all six
+    /// profiles.
     pub fn of_seed(seed: u64) -> Profile {
         Profile::EVERY[(seed % Profile::EVERY.len() as u64) as usize]
     }
@@ -135,7 +137,8 @@ impl Faults {
     }
 
     /// Draws the rates of a seed, within the limits of its profile. The rate of a fault outside the
-    /// profile stays 0.
+    /// profile stays 0. Each drawn rate is 0, 5 %, 25 % or 100 % of its maximum, with equal
+    /// probability.
     pub fn draw(profile: Profile, random: &mut RandomSource) -> Faults {
         let mut faults = Faults::none([1, 3, 10, 25][random.below(4) as usize]);
         // A kind is absent from some seeds, rare in others and frequent in the rest.

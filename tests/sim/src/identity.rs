@@ -28,7 +28,8 @@ pub(crate) fn dir_of(disk: usize) -> PathBuf {
     format!("/simulated/{disk}").into()
 }
 
-/// Identity file beside the log on one disk.
+/// Identity file beside the log on one disk. Its faults have a random stream of their own for each
+/// start.
 pub(crate) struct SimPlace {
     world: Arc<World>,
     disk: usize,
@@ -80,7 +81,8 @@ impl IdentityPlace for SimPlace {
     }
 }
 
-/// Identity of one start of a node.
+/// Identity of one start of a node. It is chosen but not yet stored: [`NodeIdentity::store`] does
+/// that.
 pub(crate) struct NodeIdentity {
     found: NextIdentity<SimPlace>,
     random: StdRng,
@@ -110,7 +112,8 @@ impl NodeIdentity {
     }
 }
 
-/// Checks the first generation of a start against those that were on its logs before.
+/// Checks the first generation of a start against those that were on its logs before. Reports a
+/// violation unless it exceeds all of them.
 pub(crate) fn check_first_generation(world: &World, first: u64, logs: &[L3]) {
     let largest = logs.iter().map(L3::generation_max).max().unwrap_or(0);
     if first <= largest {

@@ -232,6 +232,7 @@ impl Model {
         let mut meta = PageMeta::describe(page_id(key), parent(key), position(key), parts, payload);
         meta.generation = version;
         meta.expires_unix_ms = self.expires_unix_ms(version);
+        meta.token_ids = token_ids(key);
         meta
     }
 
@@ -322,6 +323,11 @@ pub(crate) fn parent(key: u64) -> PageKey {
         0 => PageKey::NONE,
         _ => page_key(key - NAMESPACES),
     }
+}
+
+/// Token ids of a key's page: none to three.
+pub(crate) fn token_ids(key: u64) -> Vec<u32> {
+    (0..key % 4).map(|token| (key + token) as u32).collect()
 }
 
 #[cfg(test)]

@@ -12,6 +12,8 @@ pub const KEY_MAGIC: [u8; 8] = *b"SIMxKEY:";
 /// this many of them have the same key bytes.
 pub const NAMESPACES: u64 = 3;
 
+/// One step of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
+/// 2014). It is a bijection, so different numbers stay different.
 fn mix(value: u64) -> u64 {
     let mut mixed = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -19,7 +21,8 @@ fn mix(value: u64) -> u64 {
     mixed ^ mixed >> 31
 }
 
-/// Number of a key within its namespace. The key bytes follow from it.
+/// Number of a key within its namespace. The key bytes follow from it. The [`NAMESPACES`] keys that
+/// share a number have the same key bytes.
 pub fn number_of(key: u64) -> u64 {
     key / NAMESPACES
 }
@@ -49,7 +52,8 @@ pub fn page_id(key: u64) -> PageId {
     PageId { namespace: namespace_id(namespace_of(key)), key: page_key(key) }
 }
 
-/// Returns the number of the key that a block names within its first 512 bytes, if any.
+/// Returns the number of the key that a block names within its first 512 bytes, if any. It searches
+/// at every byte for [`KEY_MAGIC`]. The number follows, little-endian.
 pub fn number_in(block: &[u8]) -> Option<u64> {
     let head = &block[..block.len().min(512)];
     let at = head.windows(8).position(|window| window == KEY_MAGIC)?;
@@ -57,9 +61,12 @@ pub fn number_in(block: &[u8]) -> Option<u64> {
     Some(u64::from_le_bytes(number.try_into().ok()?))
 }
 
+/// Factor and term of the linear congruential generator that fills pages. They are those of MMIX
+/// (Knuth, "The Art of Computer Programming", volume 2).
 const STEP: (u64, u64) = (6_364_136_223_846_793_005, 1_442_695_040_888_963_407);
 
-/// State after `words` steps, in logarithmic time.
+/// State after `words` steps, in logarithmic time. The algorithm is that of F. Brown, "Random
+/// Number Generation with Arbitrary Strides", 1994.
 fn skip(mut state: u64, mut words: usize) -> u64 {
     let (mut factor, mut term) = STEP;
     while words > 0 {
@@ -87,6 +94,8 @@ fn words(key: u64, version: u64) -> impl Iterator<Item = [u8; 8]> {
     words_from(key, version, 0)
 }
 
+/// Fills `bytes` with the page of `key` in `version`: both numbers, little-endian in 8 bytes each,
+/// and then the states of a generator that starts from both.
 pub fn fill(key: u64, version: u64, bytes: &mut [u8]) {
     for (target, word) in bytes.chunks_mut(8).zip(words(key, version)) {
         target.copy_from_slice(&word[..target.len()]);

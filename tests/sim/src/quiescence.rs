@@ -6,6 +6,8 @@ use serde_json::Value;
 use std::time::Duration;
 use tokio::time::sleep;
 
+/// JSON pointers (RFC 6901) of the status values that must be 0 on an idle node. `busy_counters`
+/// exempts the dirty pages of write-back.
 const ZERO_WHEN_IDLE: [&str; 13] = [
     "/puts_open",
     "/readers_waiting",

@@ -30,6 +30,8 @@ pub enum Stream {
 }
 
 impl Stream {
+    /// Number of the stream: its kind in the top 8 bits, and its arguments below. Two consumers
+    /// with one number would draw the same values.
     fn number(self) -> u64 {
         match self {
             Stream::Setup => 0,

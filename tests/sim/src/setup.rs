@@ -13,6 +13,8 @@ const LARGE_KEYS: u64 = 1_500_000;
 /// Segments of a large log: room for 1.2 million records of two blocks.
 const LARGE_SEGMENTS: u64 = 150;
 
+/// Weights of the operations on the keys of a log. Only their ratios count. The workload of a node
+/// takes `forget` alone from here: its other weights are constant.
 #[derive(Debug, Clone, Copy)]
 pub struct OperationMix {
     pub put: u64,
@@ -138,7 +140,8 @@ impl Setup {
         setup
     }
 
-    /// Draws the segments of an incarnation whose capacity changes.
+    /// Draws the segments of an incarnation whose capacity changes. Between half and all of the
+    /// usual number for large logs and for those with a bound of pages, 3 to 10 for all others.
     pub fn draw_segments(&self, random: &mut RandomSource) -> u64 {
         match self.is_large || self.page_bound_rate > 0 {
             true => random.between(self.segments / 2, self.segments),

@@ -8,6 +8,8 @@ use larder_format::disk::BLOCK_BYTES;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// File of `len` bytes in blocks of [`BLOCK_BYTES`]. The block `None` reads as zeros, and so do the
+/// bytes of a block beyond those that it stores.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SparseBytes {
     len: usize,
@@ -19,7 +21,8 @@ impl SparseBytes {
         self.len
     }
 
-    /// Changes the length. New bytes are zeros.
+    /// Changes the length. New bytes are zeros. Bytes beyond a smaller length are lost: zeros stand
+    /// there if the file grows again.
     pub(crate) fn resize(&mut self, len: usize) {
         if len < self.len {
             self.fill_zeros(len..self.len);
@@ -85,7 +88,8 @@ impl SparseBytes {
         }
     }
 
-    /// The blocks in their order.
+    /// The blocks in their order. Each has [`BLOCK_BYTES`] bytes. Zeros fill the last one beyond
+    /// the end of the file.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = Vec<u8>> + '_ {
         (0..self.blocks.len()).map(|number| self.block(number))
     }

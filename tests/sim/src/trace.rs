@@ -37,6 +37,8 @@ impl Trace {
         Trace { hash: 0xcbf2_9ce4_8422_2325, events: 0, kept: VecDeque::with_capacity(KEPT), verbose }
     }
 
+    /// Mixes an event into the hash: FNV-1a over words of 64 bits, with a rotation after each.
+    /// Drops the oldest of the kept events if there are too many.
     pub fn add(&mut self, event: Event) {
         let mut mix = |value: u64| self.hash = (self.hash ^ value).wrapping_mul(0x0100_0000_01b3).rotate_left(23);
         mix(event.at_ms);

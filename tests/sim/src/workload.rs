@@ -18,6 +18,8 @@ pub(crate) enum Limit {
 }
 
 impl Limit {
+    /// Draws a limit: one operation in twenty has a deadline of less than 20 ms, and one in twenty
+    /// is cancelled after less than 20 ms.
     pub(crate) fn draw(random: &mut RandomSource) -> Limit {
         match random.below(20) {
             0 => Limit::Deadline(Duration::from_millis(random.below(20))),
@@ -43,6 +45,8 @@ impl Limit {
     }
 }
 
+/// Draws a key: one of all, one of the first eighth, or the smaller of two, with equal probability.
+/// So some keys are hot.
 pub(crate) fn draw_key(setup: &Setup, random: &mut RandomSource) -> u64 {
     let keys = setup.keys;
     match random.below(3) {
@@ -66,6 +70,8 @@ pub(crate) fn draw_forgotten_keys(setup: &Setup, key: u64, random: &mut RandomSo
     keys
 }
 
+/// Draws the lengths of the parts of a page, in bytes: one of the fixed size, or one to four of
+/// random sizes. Five pages in a thousand may have up to 200,000 bytes.
 pub(crate) fn parts(setup: &Setup, random: &mut RandomSource) -> Vec<u32> {
     if let Some(bytes) = setup.uniform_bytes {
         return vec![bytes];

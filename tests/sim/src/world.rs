@@ -69,18 +69,21 @@ impl World {
         clock.base_ms += clock.incarnation_began.take().map_or(0, |began| (Instant::now() - began).as_millis() as u64);
     }
 
+    /// Virtual time since the start of the seed, in milliseconds. It goes on from one incarnation
+    /// to the next, and stands still between them.
     pub fn now_ms(&self) -> u64 {
         let clock = self.clock.lock();
         clock.base_ms + clock.incarnation_began.map_or(0, |began| (Instant::now() - began).as_millis() as u64)
     }
 
     /// Wall clock of the machine. It advances with virtual time, except for [`World::step_clock`].
+    /// In milliseconds since 1970-01-01 UTC.
     pub fn unix_ms(&self) -> u64 {
         let offset = self.clock.lock().wall_offset_ms;
         BEGAN_UNIX_MS.saturating_add_signed(offset) + self.now_ms()
     }
 
-    /// Moves the wall clock, mostly back.
+    /// Moves the wall clock, mostly back. Virtual time and its timers do not change.
     pub fn step_clock(&self, by_ms: i64) {
         self.clock.lock().wall_offset_ms += by_ms;
         self.fault(if by_ms < 0 { "clock set back" } else { "clock set forward" }, [by_ms.unsigned_abs(), 0, 0]);
@@ -160,10 +163,6 @@ impl World {
 
     pub fn counts(&self) -> BTreeMap<&'static str, u64> {
         self.counts.lock().clone()
-    }
-
-    pub fn count_of(&self, name: &str) -> u64 {
-        self.counts.lock().get(name).copied().unwrap_or(0)
     }
 
     /// Hash over all events, and their number. Two runs of a seed with different hashes prove that

@@ -75,12 +75,24 @@ pub async fn get<T: AsMut<[u8]> + Send + 'static>(
 }
 
 /// Pages to put. With a position, the keys follow each other in one sequence, and `parent` is the
-/// key before the first. Without one, the pages are unrelated.
-pub fn new_pages(keys: Vec<PageKey>, parent: Option<PageKey>, position: Option<u32>) -> Vec<NewPage> {
+/// key before the first. Without one, the pages are unrelated. `token_ids` has those of each page,
+/// and pages without a list have none.
+pub fn new_pages(
+    keys: Vec<PageKey>,
+    parent: Option<PageKey>,
+    position: Option<u32>,
+    token_ids: Vec<Vec<u32>>,
+) -> Vec<NewPage> {
+    let mut token_ids = token_ids.into_iter();
     let mut before = parent.unwrap_or(PageKey::NONE);
     let page = |(at, key): (u32, PageKey)| match position {
-        Some(first) => NewPage { key, parent: std::mem::replace(&mut before, key), position: first.saturating_add(at) },
-        None => NewPage { key, parent: PageKey::NONE, position: 0 },
+        Some(first) => NewPage {
+            key,
+            parent: std::mem::replace(&mut before, key),
+            position: first.saturating_add(at),
+            token_ids: token_ids.next().unwrap_or_default(),
+        },
+        None => NewPage { token_ids: token_ids.next().unwrap_or_default(), ..NewPage::first(key) },
     };
     (0..).zip(keys).map(page).collect()
 }

@@ -104,6 +104,8 @@ enum larder_put_outcome
   LARDER_PUT_OUTCOME_IN_PROGRESS = 5,
   // The node has no room now.
   LARDER_PUT_OUTCOME_BUSY = 6,
+  // An operator has retired the namespace. Puts are refused until the rollback.
+  LARDER_PUT_OUTCOME_RETIRED = 7,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -314,6 +316,10 @@ typedef struct {
   // Retries at a busy node, each after the pause that it suggests: up to 10 s, and within the
   // timeout.
   uint32_t busy_retries;
+  // Number of token ids of each page, at most 256. 0: they are unknown.
+  uint32_t page_token_ids;
+  // Ids of the tokens of all pages, one page after the other, for indexers of KV events.
+  const uint32_t *token_ids;
 } larder_put_options;
 
 // Result of larder_pin.

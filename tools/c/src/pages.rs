@@ -4,8 +4,8 @@ use crate::call::{Failure, Output, Result, array, call, deadline, duration, read
 use crate::types::*;
 use crate::{handles, memory};
 use larder_bindings::{Holds, new_pages, runtime};
-use larder_client::{FollowEnd, GetOptions, PutOptions, PutOutcome, Tier};
-use larder_format::PageKey;
+use larder_client::{FollowEnd, GetOptions, NewPage, PutOptions, PutOutcome, Tier};
+use larder_format::{MAX_TOKEN_IDS, PageKey};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -30,6 +30,7 @@ fn outcome(outcome: PutOutcome) -> LarderPutOutcome {
         PutOutcome::AlreadyThere => LarderPutOutcome::AlreadyThere,
         PutOutcome::Refused => LarderPutOutcome::Refused,
         PutOutcome::Forgotten => LarderPutOutcome::Forgotten,
+        PutOutcome::Retired => LarderPutOutcome::Retired,
         PutOutcome::InProgress => LarderPutOutcome::InProgress,
         PutOutcome::Busy { .. } => LarderPutOutcome::Busy,
         PutOutcome::Lost => LarderPutOutcome::Lost,
@@ -40,7 +41,8 @@ fn follow_end(end: FollowEnd) -> LarderFollowEnd {
     match end {
         FollowEnd::Sealed => LarderFollowEnd::Sealed,
         FollowEnd::Aborted => LarderFollowEnd::Aborted,
-        FollowEnd::Miss => LarderFollowEnd::Miss,
+        // A caller that cannot wait for memory takes it for a miss.
+        FollowEnd::Miss | FollowEnd::Busy => LarderFollowEnd::Miss,
     }
 }
 
@@ -171,16 +173,25 @@ pub unsafe extern "C" fn larder_get_into(
     })
 }
 
-unsafe fn put_options(options: *const LarderPutOptions) -> Result<(Option<PageKey>, Option<u32>, PutOptions)> {
+/// Names of the pages with these keys, and the options of their put.
+unsafe fn put_options(keys: Vec<PageKey>, options: *const LarderPutOptions) -> Result<(Vec<NewPage>, PutOptions)> {
     // SAFETY: the caller's promise.
     let Some(options) = (unsafe { read_optional(options, "options") })? else {
-        return Ok((None, None, PutOptions::default()));
+        return Ok((new_pages(keys, None, None, Vec::new()), PutOptions::default()));
     };
     // SAFETY: the caller's promise.
     let parent = unsafe { read_optional(options.parent, "parent") }?.map(|key| PageKey(key.bytes));
     let position = options.in_sequence.then_some(options.position);
     let ttl = (options.ttl_us > 0).then(|| Duration::from_micros(options.ttl_us));
-    Ok((parent, position, PutOptions { ttl, busy_retries: options.busy_retries }))
+    let page_token_ids = options.page_token_ids as usize;
+    if page_token_ids > MAX_TOKEN_IDS {
+        return Err(Failure::invalid(format!("page_token_ids is {page_token_ids}, at most {MAX_TOKEN_IDS}")));
+    }
+    // SAFETY: the caller's promise.
+    let token_ids = unsafe { array(options.token_ids, keys.len().saturating_mul(page_token_ids), "token_ids") }?;
+    let token_ids = token_ids.chunks(page_token_ids.max(1)).map(<[u32]>::to_vec).collect();
+    let pages = new_pages(keys, parent, position, token_ids);
+    Ok((pages, PutOptions { ttl, busy_retries: options.busy_retries }))
 }
 
 /// Puts pages from the caller's memory. `outcomes` has `count` elements.
@@ -208,10 +219,9 @@ pub unsafe extern "C" fn larder_put_from(
         let output = Output::new(outcomes, count, "outcomes")?;
         let keys = memory::keys(array(keys, count, "keys")?);
         let memories = array(memories, memory_count, "memories")?;
-        let (parent, position, options) = put_options(options)?;
         let ((client, namespace), deadline) = (handles::attached(client)?, deadline(timeout_us)?);
         let sources = memory::Sources::new(&namespace.geometry, keys.len(), memories)?;
-        let pages = new_pages(keys, parent, position);
+        let (pages, options) = put_options(keys, options)?;
         let group_pages = (GROUP_BYTES / namespace.geometry.page_bytes()).max(1);
         let mut outcomes = Vec::with_capacity(count);
         while outcomes.len() < count && Instant::now() < deadline {

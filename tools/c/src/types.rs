@@ -50,6 +50,8 @@ pub enum LarderPutOutcome {
     InProgress = 5,
     /// The node has no room now.
     Busy = 6,
+    /// An operator has retired the namespace. Puts are refused until the rollback.
+    Retired = 7,
 }
 
 /// Result of a follow. Only LARDER_FOLLOW_END_SEALED allows the use of the memory's content.
@@ -179,6 +181,10 @@ pub struct LarderPutOptions {
     /// Retries at a busy node, each after the pause that it suggests: up to 10 s, and within the
     /// timeout.
     pub busy_retries: u32,
+    /// Number of token ids of each page, at most 256. 0: they are unknown.
+    pub page_token_ids: u32,
+    /// Ids of the tokens of all pages, one page after the other, for indexers of KV events.
+    pub token_ids: *const u32,
 }
 
 /// Advice about the further use of pages.

@@ -108,7 +108,10 @@ static void check_pages(larder_client client) {
         larder_memory page = part < 2 ? a : b;
         parts[part] = (larder_memory){page.data + part % 2 * PART_BYTES, PART_BYTES};
     }
+    const uint32_t token_ids[6] = {1, 2, 3, 4, 5, 70000};
     larder_put_options options = {.in_sequence = true, .position = 3, .ttl_us = 3600u * SECOND};
+    options.page_token_ids = 3;
+    options.token_ids = token_ids;
     larder_put_outcome outcomes[2];
     OK(larder_put_from(client, keys, 2, parts, 4, &options, 10 * SECOND, outcomes));
     CHECK(outcomes[0] == LARDER_PUT_OUTCOME_STORED && outcomes[1] == LARDER_PUT_OUTCOME_STORED);

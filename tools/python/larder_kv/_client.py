@@ -21,7 +21,7 @@ Tier = Literal["L2", "L3"]
 PinKind = Literal["soft", "hard", "none"]
 HintKind = Literal["none", "retain", "demote", "session-ended"]
 FollowEnd = Literal["sealed", "aborted", "miss"]
-PutOutcome = Literal["stored", "already-there", "refused", "in-progress", "busy", "lost"]
+PutOutcome = Literal["stored", "already-there", "refused", "forgotten", "retired", "in-progress", "busy", "lost"]
 
 _T = TypeVar("_T")
 
@@ -130,6 +130,7 @@ class Client:
         *,
         parent: Optional[Key] = None,
         position: Optional[int] = None,
+        tokens: Optional[Sequence[Sequence[int]]] = None,
         ttl: Optional[float] = None,
         busy_retries: int = 0,
     ) -> list[PutOutcome]:
@@ -138,11 +139,21 @@ class Client:
         With `position`, the keys are consecutive pages of one sequence, from that page on, and `parent` is the key
         of the page before them. Eviction uses both. The pages become misses after `ttl` seconds.
 
+        `tokens` are the token ids of each page, for indexers that follow the node's KV events. Lists of more than 256
+        are left out.
+
         `busy_retries` is the number of retries at a busy node. Each waits as the node suggests, up to 10 s and within
         the timeout.
         """
         return self._native.put_from(
-            keys, buffers, timeout, parent=parent, position=position, ttl=ttl, busy_retries=busy_retries
+            keys,
+            buffers,
+            timeout,
+            parent=parent,
+            position=position,
+            tokens=tokens,
+            ttl=ttl,
+            busy_retries=busy_retries,
         )
 
     def follow(self, keys: Sequence[Key], buffers: Sequence[Memory], timeout: float) -> list[FollowEnd]:
@@ -284,6 +295,7 @@ class AsyncClient:
         *,
         parent: Optional[Key] = None,
         position: Optional[int] = None,
+        tokens: Optional[Sequence[Sequence[int]]] = None,
         ttl: Optional[float] = None,
         busy_retries: int = 0,
     ) -> list[PutOutcome]:
@@ -294,6 +306,7 @@ class AsyncClient:
             timeout,
             parent=parent,
             position=position,
+            tokens=tokens,
             ttl=ttl,
             busy_retries=busy_retries,
             queue=loop.completions,

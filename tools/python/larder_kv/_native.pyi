@@ -17,11 +17,18 @@ class Namespace:
 
     `page_bytes` is the length of a page, at most 16 MiB, in `parts` equal parts, at most 128. `identity` must
     differ whenever the bytes would mean something else: weights, dtype, layout, tokens per page, rank. `model` is
-    for people only.
+    for people only. Engines that change weights in place give each `weights_version` a namespace of its own.
     """
 
     def __init__(
-        self, page_bytes: int, *, identity: Union[bytes, str], parts: int = 1, model: str = "", tenant: str = "default"
+        self,
+        page_bytes: int,
+        *,
+        identity: Union[bytes, str],
+        parts: int = 1,
+        model: str = "",
+        tenant: str = "default",
+        weights_version: str = "",
     ) -> None: ...
     @staticmethod
     def kv(
@@ -36,6 +43,7 @@ class Namespace:
         head_groups: int = 1,
         model: str = "",
         tenant: str = "default",
+        weights_version: str = "",
     ) -> Namespace:
         """Pages in Larder's own layout. `weights` is the fingerprint of 32 bytes that its engines compute."""
 
@@ -152,6 +160,7 @@ class Client:
         *,
         parent: Optional[_Key] = None,
         position: Optional[int] = None,
+        tokens: Optional[Sequence[Sequence[int]]] = None,
         ttl: Optional[float] = None,
         busy_retries: int = 0,
         queue: Optional[Completions] = None,

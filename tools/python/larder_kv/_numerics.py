@@ -17,15 +17,15 @@ from typing import Any, Optional
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = (
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-    "dtype",
-    "quantization",
-    "enable_deterministic_inference",
-)
-"""Arguments of SGLang that choose kernels."""
+SETTINGS = {
+    "attention_backend": "exec.kernel",
+    "prefill_attention_backend": "exec.kernel",
+    "decode_attention_backend": "exec.kernel",
+    "dtype": "model",
+    "quantization": "model",
+    "enable_deterministic_inference": "exec.deterministic",
+}
+"""Settings of SGLang that choose kernels, and their places in its configuration."""
 
 
 def numerics(declared: str, engine: Optional[str], attention: Any = None) -> dict[str, Any]:
@@ -99,6 +99,13 @@ def device_of_torch() -> Optional[list[Optional[str]]]:
 
 
 def settings_of_sglang() -> dict[str, Optional[str]]:
-    module: Any = sys.modules["sglang.srt.server_args"]
-    arguments = module.get_global_server_args()
-    return dict(zip(SETTINGS, texts(*(getattr(arguments, name, None) for name in SETTINGS))))
+    return dict(zip(SETTINGS, texts(*(setting_of_sglang(name, place) for name, place in SETTINGS.items()))))
+
+
+def setting_of_sglang(name: str, place: str) -> Any:
+    """A setting that is in effect, or None. Raises if SGLang 0.5.23 has no configuration in this process."""
+    first, *others = place.split(".")
+    bag: Any = getattr(sys.modules["sglang.srt.runtime_context"], f"get_{first}")()
+    for other in others:
+        bag = getattr(bag, other, None)
+    return getattr(bag, name, None)

@@ -8,6 +8,7 @@ The plug-in, in LMCache's configuration:
       remote_storage_plugin.larder.module_path: larder_kv.lmcache
       remote_storage_plugin.larder.class_name: LarderAdapter
       remote_storage_plugin.larder.url: larder://127.0.0.1:7700
+      remote_storage_plugin.larder.weights: my-model, revision 3
 
 The adapter, as an option of `lmcache server`:
 

@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 from ._client import Client, PutOutcome
 from ._native import Lookup, Namespace, Pointer
-from ._numerics import numerics
+from ._numerics import ask, numerics, setting_of_sglang
+from ._weights import plain, unknown, version_of_weights
 
 MAX_PAGE_BYTES = 16 << 20
 MAX_PARTS = 128
@@ -46,6 +47,30 @@ BUSY_RETRIES = 1000
 """A large batch exceeds a node's budget for puts, so the rest waits in turns. The timeout bounds this."""
 
 
+MODEL_SETTINGS = (
+    "dtype",
+    "quantization",
+    "quantization_param_path",
+    "modelopt_quant",
+    "model_impl",
+    "json_model_override_args",
+)
+"""Settings of SGLang's model that change the bytes of KV."""
+
+
+def model_of(weights: str) -> dict[str, Any]:
+    """Fields for the identity of a namespace. Raises if the version of the weights is neither given nor known."""
+    path = ask(lambda: setting_of_sglang("model_path", "model"))
+    if path is None:
+        if not weights:
+            raise ValueError(unknown("the model", "SGLang does not tell its configuration"))
+        return {"weights": weights}
+    names = {name: plain(setting_of_sglang(name, "model")) for name in MODEL_SETTINGS}
+    names["is_dummy"] = setting_of_sglang("load_format", "model") == "dummy"
+    names["weights"] = weights or version_of_weights(path, setting_of_sglang("revision", "model"))
+    return names
+
+
 def part_layout(sizes: Sequence[int]) -> tuple[int, int, int]:
     """Cuts a page with buffers of these sizes: bytes of a part, parts of a store page, and store pages of a page."""
     if not sizes or min(sizes) <= 0:
@@ -60,11 +85,20 @@ def part_layout(sizes: Sequence[int]) -> tuple[int, int, int]:
     return part, fits[-1], parts // fits[-1]
 
 
-class _Pool:
-    """Pages of one host pool."""
+def key_of(first: bytes, name: bytes, number: int) -> bytes:
+    return hashlib.sha256(first + name + number.to_bytes(4, "little")).digest()
 
-    def __init__(self, url: str, identity: dict[str, Any], tenant: str, sizes: Sequence[int]) -> None:
+
+class _Pool:
+    """Pages of one host pool. `shards` are the head groups that the rank has of each page, if it is cut by heads."""
+
+    def __init__(
+        self, url: str, identity: dict[str, Any], tenant: str, sizes: Sequence[int], shards: Optional[range] = None
+    ) -> None:
+        self.shards = shards
         self.part, self.parts, self.fragments = part_layout(sizes)
+        self.per_page = self.fragments * (1 if shards is None else len(shards))
+        """Store pages of a page of this rank."""
         self.sizes = list(sizes)
         identity = dict(identity, sizes=self.sizes)
         namespace = Namespace(
@@ -77,13 +111,13 @@ class _Pool:
         self.client = Client(url, namespace, name="sglang", memory_bytes=0)
 
     def keys(self, keys: Sequence[str]) -> list[bytes]:
-        """Keys of the store: one for each fragment of each page."""
+        """Keys of the store: one for each fragment of each page, or of each head group of it."""
         found = []
-        for key in keys:
-            first = bytes.fromhex(key)
-            found.append(first)
-            for number in range(1, self.fragments):
-                found.append(hashlib.sha256(first + b"larder-fragment" + number.to_bytes(4, "little")).digest())
+        for page in map(bytes.fromhex, keys):
+            firsts = [page] if self.shards is None else [key_of(page, b"larder-heads", shard) for shard in self.shards]
+            for first in firsts:
+                found.append(first)
+                found += [key_of(first, b"larder-fragment", number) for number in range(1, self.fragments)]
         return found
 
     def buffers(self, addresses: Sequence[int], sizes: Sequence[int], owner: Any) -> list[list[Pointer]]:
@@ -99,7 +133,7 @@ class _Pool:
 
     def pages(self, results: Sequence[bool]) -> list[bool]:
         """Joins the results of fragments to those of pages."""
-        return [all(results[at : at + self.fragments]) for at in range(0, len(results), self.fragments)]
+        return [all(results[at : at + self.per_page]) for at in range(0, len(results), self.per_page)]
 
 
 class LarderStorage(HiCacheStorage):
@@ -109,9 +143,9 @@ class LarderStorage(HiCacheStorage):
         extra = dict(storage_config.extra_config or {})
         if "url" not in extra:
             raise ValueError("the extra config needs a url, such as larder://127.0.0.1:7700")
-        if storage_config.should_split_heads:
-            raise ValueError("head splitting is not supported: remove tp_lcm_size from the extra config")
         self.config = storage_config
+        if storage_config.should_split_heads and not extra.get("interface_v1"):
+            raise ValueError("pages are cut by heads without copies only: set interface_v1, or remove tp_lcm_size")
         self.url = str(extra["url"])
         self.options: dict[str, Any] = {name: type(value)(extra.get(name, value)) for name, value in DEFAULTS.items()}
         # A wrong value must fail here: SGLang's threads end with an exception of a call.
@@ -120,7 +154,7 @@ class LarderStorage(HiCacheStorage):
             if not 0 <= self.options[name] <= seconds_max:
                 raise ValueError(f"{name} is {self.options[name]}, must be 0 to {seconds_max:g} seconds")
         self.zero_copy = bool(extra.get("interface_v1"))
-        self.weights = str(extra.get("weights", ""))
+        self.model = model_of(str(extra.get("weights", "")))
         self.numerics = numerics(str(extra.get("numerics", "")), "sglang")
         self.kv_cache_dtype = str(extra.get("kv_cache_dtype", "auto"))
         self.registered_pools: dict[str, Any] = {}
@@ -135,8 +169,10 @@ class LarderStorage(HiCacheStorage):
         """Everything that distinguishes the bytes of a page."""
         config = self.config
         is_replicated = config.is_mla_model and name.startswith(REPLICATED)
-        # Any rank may read what every rank has.
-        ranks = [] if is_replicated else [config.tp_rank, config.tp_size]
+        # Any rank may read what every rank has, and each group of heads has a key of its own.
+        ranks: list[Any] = [] if is_replicated else [config.tp_rank, config.tp_size]
+        if self.shards(name, host_pool) is not None:
+            ranks = ["heads", config.tp_lcm_size]
         ranks += [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
         ranks += [getattr(config, "dcp_rank", 0), getattr(config, "dcp_size", 1)]
         dtype = str(getattr(host_pool, "dtype", None))
@@ -146,9 +182,9 @@ class LarderStorage(HiCacheStorage):
                 "by kv_cache_dtype in the extra config"
             )
         return {
-            "engine": "sglang/1",
+            "engine": "sglang/2",
             "model": config.model_name,
-            "weights": self.weights,
+            "weights": self.model,
             "numerics": self.numerics,
             "ranks": ranks,
             "pool": name,
@@ -159,9 +195,30 @@ class LarderStorage(HiCacheStorage):
             "page_tokens": getattr(host_pool, "page_size", 1),
         }
 
+    def shards(self, name: str, host_pool: Any) -> Optional[range]:
+        """Head groups of this rank. None if the pool is not cut by heads: SGLang can cut its main pool only."""
+        config = self.config
+        is_cut = config.tp_lcm_size and getattr(host_pool, "layout", None) == "page_head" and not config.is_mla_model
+        if name != "kv" or not is_cut or not self.zero_copy:
+            return None
+        count = config.tp_lcm_size // config.tp_size
+        return range(config.tp_rank * count, (config.tp_rank + 1) * count)
+
+    def page_buffers(self, name: str, host_pool: Any, host_indices: Any) -> tuple[Sequence[int], Sequence[int]]:
+        """Addresses and sizes of the buffers of pages, head group by head group."""
+        shards = self.shards(name, host_pool)
+        if shards is None or len(shards) == 1:
+            return host_pool.get_page_buffer_meta(host_indices)
+        return host_pool.get_split_heads_page_buffer_meta(host_indices, len(shards))
+
     def add_pool(self, name: str, host_pool: Any) -> None:
-        _, sizes = host_pool.get_page_buffer_meta(_first_page(host_pool))
-        self.pools[name] = _Pool(self.url, self.identity(name, host_pool), self.options["tenant"], sizes)
+        shards = self.shards(name, host_pool)
+        count = 1 if shards is None else len(shards)
+        if host_pool_heads(host_pool) % count:
+            raise ValueError(f"the heads of a rank cannot be cut into {count} groups: choose another tp_lcm_size")
+        _, sizes = self.page_buffers(name, host_pool, _first_page(host_pool))
+        sizes = sizes[: len(sizes) // count]
+        self.pools[name] = _Pool(self.url, self.identity(name, host_pool), self.options["tenant"], sizes, shards)
         self.registered_pools[name] = host_pool
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -198,7 +255,7 @@ class LarderStorage(HiCacheStorage):
         pool = self.pools["kv"]
         found = pool.client.lookup(pool.keys(keys), _left(deadline), hold=self.options["lease"])
         self.hold(found)
-        pages = len(found) // pool.fragments
+        pages = len(found) // pool.per_page
         self.remember("kv", keys[:pages])
         return pages
 
@@ -244,9 +301,9 @@ class LarderStorage(HiCacheStorage):
     def memory(self, name: str, keys: list[str], host_indices: Any) -> list[list[Pointer]]:
         """Buffers of these pages."""
         host_pool = self.registered_pools[name]
-        addresses, sizes = host_pool.get_page_buffer_meta(host_indices)
+        addresses, sizes = self.page_buffers(name, host_pool, host_indices)
         pool = self.pools[name]
-        if len(addresses) != len(keys) * len(pool.sizes):
+        if len(addresses) * pool.fragments != len(keys) * len(pool.sizes) * pool.per_page:
             raise ValueError(f"{len(keys)} keys, but {len(addresses)} buffers")
         return pool.buffers(addresses, sizes, host_pool)
 
@@ -262,7 +319,7 @@ class LarderStorage(HiCacheStorage):
         pool = self.pools[name]
         prefix = getattr(extra_info, "prefix_keys", None)
         place: dict[str, Any] = {}
-        if prefix is not None and pool.fragments == 1:
+        if prefix is not None and pool.per_page == 1 and pool.shards is None:
             place = {"parent": prefix[-1] if prefix else None, "position": len(prefix)}
         page_keys = pool.keys(keys)
         outcomes = pool.client.put_from(page_keys, buffers, _left(deadline), busy_retries=BUSY_RETRIES, **place)
@@ -362,6 +419,11 @@ def _first_page(host_pool: Any) -> Any:
     import torch
 
     return torch.arange(getattr(host_pool, "page_size", None) or 1, dtype=torch.int64)
+
+
+def host_pool_heads(host_pool: Any) -> int:
+    """Heads of a page, or 0 if the pool has none."""
+    return int(getattr(host_pool, "head_num", 0) or 0)
 
 
 def _left(deadline: float) -> float:

@@ -15,36 +15,37 @@ import json
 import select
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Optional
 
 import numpy
 from vllm.logger import init_logger
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.backpressure import EMABackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from . import _numerics
 from ._client import Client, PutOutcome
-from ._native import Completions, Namespace, Pointer
+from ._native import Pointer
+from ._vllm_model import attention_of, engine_config, model_of
+from ._vllm_store import (
+    BUSY_RETRIES,
+    PAGE_BYTES_MAX,
+    RequestOptions,
+    SchedulerStore,
+    check_options,
+    open_client,
+)
 
 logger = init_logger("vllm.larder")
 
-MAX_PAGE_BYTES = 16 << 20
-MAX_FRAGMENTS = 64
+FRAGMENTS_MAX = 64
 
 # After "refused" the store has the page with other bytes: the numerics of an engine depend on its batches. The first
 # writer's page is as good. After "in-progress" another engine writes it.
 STORED: frozenset[PutOutcome] = frozenset({"stored", "already-there", "refused", "in-progress"})
-
-BUSY_RETRIES = 1000
-"""A large job exceeds a node's budget, so the rest waits in turns. The timeout bounds this."""
-
-CONNECT_SECONDS = 1.0
-"""Longest time for which the first lookups of a process wait for the connections to the store."""
 
 RELEASE_SECONDS = 5.0
 """Longest time for which `shutdown` waits until no transfer can touch the host cache."""
@@ -60,20 +61,14 @@ HINTS = ("prefetch", "retain", "pin")
 
 def fragments_of(row_bytes: int) -> int:
     """Number of equal store pages that hold one row of the host cache."""
-    for count in range(1, MAX_FRAGMENTS + 1):
-        if row_bytes % count == 0 and row_bytes // count <= MAX_PAGE_BYTES:
+    for count in range(1, FRAGMENTS_MAX + 1):
+        if row_bytes % count == 0 and row_bytes // count <= PAGE_BYTES_MAX:
             return count
     raise ValueError(f"rows of {row_bytes} bytes cannot be cut into pages of the store: set another blocks_per_chunk")
 
 
-def attention_of(spec: Any) -> Optional[str]:
-    """Attention backend that the operator has chosen. Otherwise version, device and model determine it."""
-    backend = _numerics.ask(lambda: getattr(spec, "vllm_config").attention_config.backend)
-    return None if backend is None else str(backend)
-
-
 def identity(
-    config: Any, row_bytes: int, weights: str, none_hash: bytes, kernels: dict[str, Any]
+    config: Any, row_bytes: int, model: dict[str, Any], none_hash: bytes, kernels: dict[str, Any]
 ) -> dict[str, Any]:
     """Everything that distinguishes the bytes of a page, and the meaning of its key."""
     parallel = config.parallel
@@ -81,17 +76,20 @@ def identity(
         [group.group_id, group.tokens_per_block, group.sliding_window_size_in_chunks, list(group.layer_names)]
         for group in config.groups
     ]
+    ranks = [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size]
+    # vLLM then orders the bytes of a row as one rank would. It refuses to start if it cannot.
+    is_portable = config.canonical_layout and parallel.is_parallelism_agnostic
     return {
-        "engine": "vllm/1",
+        "engine": "vllm/2",
         "numerics": kernels,
         "model": config.model.name,
-        "weights": weights,
+        "weights": model,
         "dtype": config.model.dtype,
         "layout": [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
         "groups": groups,
         "chunk": [config.cache.tokens_per_hash, config.cache.blocks_per_chunk],
-        "bytes": [config.worker_kv_bytes_per_block, row_bytes],
-        "ranks": [parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
+        "bytes": [0 if is_portable else config.worker_kv_bytes_per_block, row_bytes],
+        "ranks": None if is_portable else ranks,
         # The hash of the seed: it differs for other seeds, algorithms and encodings.
         "hash": none_hash.hex(),
     }
@@ -119,12 +117,9 @@ class _Job:
 
 
 @dataclass
-class _Request:
+class _Request(RequestOptions):
     """Options of a request, and what the tier knows of its chunks."""
 
-    load: bool = True
-    store: bool = True
-    ttl: Optional[float] = None
     hints: dict[str, float] = field(default_factory=dict)
     asked: set[bytes] = field(default_factory=set)
     pages: set[bytes] = field(default_factory=set)
@@ -169,9 +164,12 @@ class LarderTier(SecondaryTierManager):
             raise ValueError("the host cache of vLLM is not contiguous")
         self.locality = None if locality is None else Locality(locality)
         self.config = offloading_spec.config
-        self.url, self.weights, self.tenant, self.hints = url, weights, tenant, frozenset(hints)
-        self.kernels = _numerics.numerics(numerics, "vllm", attention_of(offloading_spec))
+        self.url, self.tenant, self.hints = url, tenant, frozenset(hints)
+        vllm_config = engine_config()
+        self.model = model_of(vllm_config, weights)
+        self.kernels = _numerics.numerics(numerics, "vllm", attention_of(vllm_config))
         self.timeouts = float(lookup_timeout), float(load_timeout), float(store_timeout)
+        check_options(url, tenant, *self.timeouts)
         self.memory: Any = numpy.frombuffer(primary_kv_view, numpy.uint8)
         self.address = self.memory.ctypes.data
         self.fragments = fragments_of(self.block_size_bytes)
@@ -180,68 +178,17 @@ class LarderTier(SecondaryTierManager):
         self.store_chunks_max = max(1, self.row_count // 2)
         self.store_chunks = 0
 
-        self.completions = Completions()
-        self.pending: dict[int, Callable[[Any], None]] = {}
+        self.store = SchedulerStore(self.connect)
         self.jobs: dict[int, _Job] = {}
         self.results: list[JobResult] = []
         self.verdicts: dict[bytes, _Verdict] = {}
         self.batch: list[bytes] = []
         self.requests: dict[str, _Request] = {}
-        self.client: Optional[Client] = None
-        self.is_connected = False
-        self.is_refused = False
-        # Refuses wrong options now, while vLLM starts.
-        if not all(0 <= timeout <= 86400 for timeout in self.timeouts):
-            raise ValueError("the timeouts must be 0 to 86400 seconds")
-        Client(url, Namespace(1, identity="check", tenant=self.tenant), memory_bytes=0)
 
-    # Calls of the client. They run on its threads; results arrive in `poll`.
-
-    def attach(self) -> Optional[Client]:
-        """The client, from the first request on: the engine chooses the seed of its hashes after its tiers."""
-        if self.client is not None or self.is_refused:
-            return self.client
-        none_hash = getattr(kv_cache_utils, "NONE_HASH", None)
-        if none_hash is None:
-            return None
-        if len(none_hash) != 32:
-            # Others can find prompts with equal hashes, and would read or plant wrong pages.
-            logger.error("Larder stores nothing: set --prefix-caching-hash-algo to sha256 or sha256_cbor")
-            self.is_refused = True
-            return None
-        names = identity(self.config, self.block_size_bytes, self.weights, none_hash, self.kernels)
-        namespace = Namespace(
-            self.page_bytes,
-            identity=json.dumps(names, sort_keys=True),
-            model=str(self.config.model.name)[:64],
-            tenant=self.tenant,
-        )
-        self.client = Client(self.url, namespace, name="vllm", memory_bytes=0)
-        self.call(self.connected, "ready", CONNECT_SECONDS)
-        return self.client
-
-    def connected(self, _: Any) -> None:
-        self.is_connected = True
-
-    def call(self, done: Callable[[Any], None], method: str, *args: Any, **options: Any) -> None:
-        """Starts a call. `done` gets its result, or None if it has failed."""
-        assert self.client is not None
-        try:
-            pending = getattr(self.client._native, method)(*args, queue=self.completions, **options)
-        except Exception:
-            logger.exception("Larder: %s has failed", method)
-            done(None)
-            return
-        self.pending[pending.id] = done
-
-    def poll(self) -> None:
-        """Takes the results of finished calls."""
-        if not self.pending:
-            return
-        for number, succeeded, value in self.completions.drain():
-            if not succeeded:
-                logger.error("Larder: a call has failed: %s", value)
-            self.pending.pop(number)(value if succeeded else None)
+    def connect(self, none_hash: bytes) -> Client:
+        names = identity(self.config, self.block_size_bytes, self.model, none_hash, self.kernels)
+        text, model = json.dumps(names, sort_keys=True), str(self.config.model.name)
+        return open_client(self.url, self.tenant, model, self.page_bytes, text, "vllm")
 
     def page_keys(self, keys: Iterable[bytes]) -> list[bytes]:
         """Keys of the store: one for each fragment of each chunk."""
@@ -262,14 +209,9 @@ class LarderTier(SecondaryTierManager):
     # Requests.
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        self.attach()
+        self.store.attach()
         request = self.request(req_context)
-        params = (req_context.kv_transfer_params or {}).get("larder")
-        if isinstance(params, dict):
-            request.load = params.get("load") is not False
-            request.store = params.get("store") is not False
-            ttl = params.get("ttl")
-            request.ttl = float(ttl) if isinstance(ttl, (int, float)) and 0 < ttl < 86400 else None
+        request.take(req_context.kv_transfer_params)
         for action in getattr(req_context.kv_hints, "actions", ()):
             seconds = action.payload.get("duration_s", 0)
             if action.action_type in self.hints and isinstance(seconds, (int, float)) and 0 <= seconds < 1e9:
@@ -295,20 +237,20 @@ class LarderTier(SecondaryTierManager):
 
     def apply_hints(self, request: _Request) -> None:
         """Executes the hints for the chunks of a request that has ended. Later stores would escape them."""
-        if not request.finished or request.stores or not request.pages or self.client is None:
+        if not request.finished or request.stores or not request.pages or self.store.client is None:
             return
         keys, timeout = self.page_keys(request.pages), self.timeouts[2]
         for hint, kind in (("retain", "soft"), ("pin", "hard")):
             if request.hints.get(hint):
-                self.call(ignore, "pin", keys, timeout, ttl=request.hints[hint], kind=kind)
+                self.store.call(ignore, "pin", keys, timeout, ttl=request.hints[hint], kind=kind)
         if "forget" in request.hints:
-            self.call(ignore, "forget", keys, timeout)
+            self.store.call(ignore, "forget", keys, timeout)
 
     # Lookups: one call for all keys of a step.
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         request = self.request(req_context)
-        if not request.load or self.attach() is None:
+        if not request.load or self.store.attach() is None:
             return LookupResult.MISS
         verdict = self.verdicts.get(key)
         if verdict is None:
@@ -323,8 +265,8 @@ class LarderTier(SecondaryTierManager):
         return LookupResult.HIT if verdict.found else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
-        self.poll()
-        if not self.is_connected or not self.batch:
+        self.store.poll()
+        if not self.store.is_connected or not self.batch:
             return
         # A key that was asked for again has two entries. Requests that have ended leave entries without verdict.
         asked = {key: self.verdicts[key] for key in self.batch if key in self.verdicts}
@@ -338,14 +280,14 @@ class LarderTier(SecondaryTierManager):
             self.prefetch(asked, hits)
 
         if keys:
-            self.call(done, "locate", self.page_keys(keys), self.timeouts[0])
+            self.store.call(done, "locate", self.page_keys(keys), self.timeouts[0])
 
     def prefetch(self, asked: dict[bytes, _Verdict], hits: set[bytes]) -> None:
         """Brings chunks from L3 to L2 before the scheduler asks for them."""
         hinted = {name for name, request in self.requests.items() if "prefetch" in request.hints}
         wanted = [key for key in hits if not hinted.isdisjoint(asked[key].requests)]
         if wanted:
-            self.call(ignore, "warm", self.page_keys(wanted), self.timeouts[1])
+            self.store.call(ignore, "warm", self.page_keys(wanted), self.timeouts[1])
 
     # Transfers.
 
@@ -377,7 +319,7 @@ class LarderTier(SecondaryTierManager):
 
         memory = self.memory_of(places[key] for key in run)
         options = dict(place, ttl=job.request.ttl, busy_retries=BUSY_RETRIES)
-        self.call(done, "put_from", self.page_keys(run), memory, self.timeouts[2], **options)
+        self.store.call(done, "put_from", self.page_keys(run), memory, self.timeouts[2], **options)
 
     def runs(self, keys: list[bytes], req_context: Any) -> Iterator[tuple[list[bytes], dict[str, Any]]]:
         """Cuts keys into runs of consecutive chunks, with the place of each run in its sequence. Eviction uses it."""
@@ -422,7 +364,7 @@ class LarderTier(SecondaryTierManager):
 
         self.start(job, 1)
         memory = self.memory_of(job_metadata.chunk_ids)
-        self.call(done, "get_into", self.page_keys(job.keys), memory, self.timeouts[1], busy_retries=BUSY_RETRIES)
+        self.store.call(done, "get_into", self.page_keys(job.keys), memory, self.timeouts[1], busy_retries=BUSY_RETRIES)
 
     def can_move(self, job_metadata: Any) -> bool:
         """False if there is no client, or if the job has chunks outside of the host cache."""
@@ -430,7 +372,7 @@ class LarderTier(SecondaryTierManager):
         if len(chunks) != len(job_metadata.keys) or any(not 0 <= int(chunk) < self.row_count for chunk in chunks):
             logger.error("Larder: job %s names chunks that do not exist", job_metadata.job_id)
             return False
-        return self.attach() is not None
+        return self.store.attach() is not None
 
     def start(self, job: _Job, calls: int) -> None:
         self.jobs[job.number] = job
@@ -462,21 +404,20 @@ class LarderTier(SecondaryTierManager):
         self.results.append(JobResult(job.number, not failed, successful, seconds, moved_bytes))
 
     def get_finished_jobs(self) -> list[JobResult]:
-        self.poll()
+        self.store.poll()
         results, self.results = self.results, []
         return results
 
     def drain_jobs(self) -> None:
         """Waits until all jobs have ended. Their timeouts bound this."""
         while self.jobs:
-            select.select([self.completions.fileno()], [], [], 1.0)
-            self.poll()
+            select.select([self.store.completions.fileno()], [], [], 1.0)
+            self.store.poll()
 
     def shutdown(self) -> None:
         """Ends all jobs, and returns once no transfer can touch the host cache. Raises if that takes too long."""
         self.drain_jobs()
-        self.client = None
-        self.is_refused = True
+        self.store.close()
         if self.memory is None:
             return
         memory = weakref.ref(self.memory)
@@ -487,7 +428,7 @@ class LarderTier(SecondaryTierManager):
                 raise RuntimeError("a transfer still holds the host cache; vLLM must not unmap it")
             time.sleep(0.01)
             # References that threads of the client dropped end when a thread of Python enters the module.
-            self.completions.drain()
+            self.store.completions.drain()
 
 
 def ignore(_: Any) -> None:

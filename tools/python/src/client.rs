@@ -134,6 +134,7 @@ fn outcome_name(outcome: PutOutcome) -> &'static str {
         PutOutcome::AlreadyThere => "already-there",
         PutOutcome::Refused => "refused",
         PutOutcome::Forgotten => "forgotten",
+        PutOutcome::Retired => "retired",
         PutOutcome::InProgress => "in-progress",
         PutOutcome::Busy { .. } => "busy",
         PutOutcome::Lost => "lost",
@@ -144,7 +145,8 @@ fn follow_name(end: FollowEnd) -> &'static str {
     match end {
         FollowEnd::Sealed => "sealed",
         FollowEnd::Aborted => "aborted",
-        FollowEnd::Miss => "miss",
+        // A caller that cannot wait for memory takes it for a miss.
+        FollowEnd::Miss | FollowEnd::Busy => "miss",
     }
 }
 
@@ -260,7 +262,7 @@ impl Client {
     }
 
     #[pyo3(signature = (
-        page_keys, buffers, timeout, *, parent=None, position=None, ttl=None, busy_retries=0, queue=None
+        page_keys, buffers, timeout, *, parent=None, position=None, tokens=None, ttl=None, busy_retries=0, queue=None
     ))]
     #[allow(clippy::too_many_arguments, reason = "keywords of Python")]
     fn put_from(
@@ -271,12 +273,18 @@ impl Client {
         timeout: f64,
         parent: Option<Bound<'_, PyAny>>,
         position: Option<u32>,
+        tokens: Option<Vec<Vec<u32>>>,
         ttl: Option<f64>,
         busy_retries: u32,
         queue: Queue<'_, '_>,
     ) -> PyResult<Py<PyAny>> {
         let (client, keys, deadline) = (self.attached()?, keys(&page_keys)?, deadline(timeout)?);
         check_pairs(&keys, &buffers)?;
+        let tokens = tokens.unwrap_or_default();
+        if !tokens.is_empty() && tokens.len() != keys.len() {
+            let error = format!("{} keys, but {} lists of tokens", keys.len(), tokens.len());
+            return Err(PyValueError::new_err(error));
+        }
         let parent = parent.as_ref().map(key).transpose()?;
         let ttl = ttl.map(|ttl| seconds(ttl, "ttl")).transpose()?;
         let _returns = ReturnAtEnd(py);
@@ -284,7 +292,7 @@ impl Client {
         let released = Some(holds.released());
         let sources = self.sources(&buffers, &holds)?;
         drop(holds);
-        let pages: Vec<_> = new_pages(keys, parent, position).into_iter().zip(sources).collect();
+        let pages: Vec<_> = new_pages(keys, parent, position, tokens).into_iter().zip(sources).collect();
         let options = PutOptions { ttl, busy_retries };
         let work = larder_bindings::put(client, pages, options, deadline);
         let names = |py: Python<'_>, outcomes: Vec<PutOutcome>| {

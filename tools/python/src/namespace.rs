@@ -20,8 +20,15 @@ pub(crate) struct Namespace {
 impl Namespace {
     /// Pages of `page_bytes` bytes in `parts` equal parts, whose layout only the engine knows.
     #[new]
-    #[pyo3(signature = (page_bytes, *, identity, parts=1, model="", tenant="default"))]
-    fn new(page_bytes: u32, identity: &Bound<'_, PyAny>, parts: u32, model: &str, tenant: &str) -> PyResult<Self> {
+    #[pyo3(signature = (page_bytes, *, identity, parts=1, model="", tenant="default", weights_version=""))]
+    fn new(
+        page_bytes: u32,
+        identity: &Bound<'_, PyAny>,
+        parts: u32,
+        model: &str,
+        tenant: &str,
+        weights_version: &str,
+    ) -> PyResult<Self> {
         let text;
         let identity = if let Ok(string) = identity.cast::<PyString>() {
             text = string.extract::<String>()?;
@@ -30,15 +37,15 @@ impl Namespace {
             let bytes = identity.cast::<PyBytes>().map_err(|_| PyTypeError::new_err("identity is bytes or str"))?;
             bytes.as_bytes()
         };
-        let descriptor = larder_bindings::opaque(page_bytes, parts, identity, model, tenant);
-        Ok(Namespace { descriptor: descriptor.map_err(invalid)? })
+        let descriptor = larder_bindings::opaque(page_bytes, parts, identity, model, tenant).map_err(invalid)?;
+        Namespace::checked(descriptor.with_weights_version(weights_version))
     }
 
     /// Pages in Larder's own layout, which its engines share.
     #[staticmethod]
     #[pyo3(signature = (
         *, dtype, layers, kv_heads, head_dim, page_tokens, weights,
-        layers_per_part=None, head_groups=1, model="", tenant="default"
+        layers_per_part=None, head_groups=1, model="", tenant="default", weights_version=""
     ))]
     #[allow(clippy::too_many_arguments, reason = "keywords of Python")]
     fn kv(
@@ -52,6 +59,7 @@ impl Namespace {
         head_groups: u32,
         model: &str,
         tenant: &str,
+        weights_version: &str,
     ) -> PyResult<Self> {
         let dtype = match dtype {
             "float32" => KvDtype::F32,
@@ -62,7 +70,7 @@ impl Namespace {
         let layers_per_part = layers_per_part.unwrap_or(layers);
         let geometry = PageGeometry { dtype, layers, kv_heads, head_dim, page_tokens, layers_per_part, head_groups };
         let descriptor = NamespaceDescriptor { model: model.into(), weights, geometry, tenant: tenant.into() };
-        Ok(Namespace { descriptor: larder_bindings::checked(descriptor).map_err(invalid)? })
+        Namespace::checked(descriptor.with_weights_version(weights_version))
     }
 
     #[getter]
@@ -79,6 +87,13 @@ impl Namespace {
     #[getter]
     fn id(&self) -> String {
         self.descriptor.id().to_string()
+    }
+}
+
+impl Namespace {
+    /// Refuses impossible pages, and names that are too long with the version of the weights.
+    fn checked(descriptor: NamespaceDescriptor) -> PyResult<Self> {
+        Ok(Namespace { descriptor: larder_bindings::checked(descriptor).map_err(invalid)? })
     }
 }
 

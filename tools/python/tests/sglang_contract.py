@@ -67,6 +67,7 @@ class Config:
     attn_cp_size: int = 1
     is_mla_model: bool = False
     model_name: str = "model"
+    tp_lcm_size: Optional[int] = None
     should_split_heads: bool = False
     dcp_rank: int = 0
     dcp_size: int = 1
@@ -74,7 +75,10 @@ class Config:
 
 @dataclass
 class HostPool:
-    """A pool of `pages` pages: keys and values apart (`page_first`), per layer (`layer_first`), or latents (`mla`)."""
+    """A pool of `pages` pages: keys and values apart (`page_first`, `page_head`), per layer (`layer_first`), or latents.
+
+    A page of `page_head` has the bytes of one head after the other.
+    """
 
     layout: str = "page_first"
     page_size: int = 16
@@ -83,6 +87,7 @@ class HostPool:
     token_bytes: int = 96
     dtype: str = "bfloat16"
     temporal_dtype: Optional[str] = None
+    head_num: int = 4
     kv_buffer: Any = field(init=False)
 
     def __post_init__(self):
@@ -108,6 +113,15 @@ class HostPool:
                 addresses += [start] if self.layout == "mla" else [start, start + half]
         size = self.page_bytes // (self.layers if self.layout == "layer_first" else 1)
         return addresses, [size] * len(addresses)
+
+    def get_split_heads_page_buffer_meta(self, indices, split_factor):
+        assert self.layout == "page_head" and self.head_num % split_factor == 0
+        addresses, sizes = self.get_page_buffer_meta(indices)
+        size = sizes[0] // split_factor
+        # Keys and values of a group follow each other.
+        pairs = zip(addresses[::2], addresses[1::2])
+        split = [half + at * size for pair in pairs for at in range(split_factor) for half in pair]
+        return split, [size] * len(split)
 
     def get_dummy_flat_data_page(self):
         return Tensor(numpy.zeros(2 * self.page_bytes, numpy.uint8))
@@ -146,6 +160,17 @@ def page_hashes(count, seed=0):
     return hashes
 
 
+MODEL = types.SimpleNamespace(
+    model_path="organisation/model",
+    revision="0" * 40,
+    load_format="auto",
+    dtype="auto",
+    quantization=None,
+    json_model_override_args="{}",
+)
+"""SGLang's configuration of the model, as it is in effect."""
+
+
 def install():
     """Provides the modules that the backend imports."""
     storage = types.ModuleType("sglang.srt.mem_cache.hicache_storage")
@@ -154,6 +179,9 @@ def install():
     torch = types.ModuleType("torch")
     torch.int64 = numpy.int64
     torch.arange = numpy.arange
+    context = types.ModuleType("sglang.srt.runtime_context")
+    context.get_model, context.get_exec = (lambda: MODEL), (lambda: types.SimpleNamespace())
+    sys.modules[context.__name__] = context
     for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache"):
         sys.modules[name] = types.ModuleType(name)
     sys.modules[storage.__name__] = storage

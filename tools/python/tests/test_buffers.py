@@ -157,6 +157,11 @@ def test_namespaces_differ_in_every_field():
     ids = {larder_kv.Namespace(**fields).id for fields in [base, *others]}
     assert len(ids) == 5
     assert larder_kv.Namespace(model="m", **base).id == larder_kv.Namespace(**base).id
+    versions = ["", "step-1", "step-2"]
+    assert len({larder_kv.Namespace(weights_version=version, **base).id for version in versions}) == 3
+    assert larder_kv.Namespace(weights_version="", **base).id == larder_kv.Namespace(**base).id
+    with pytest.raises(ValueError):
+        larder_kv.Namespace(weights_version="v" * 256, **base)
 
 
 def test_memory_is_released_after_the_call(client):

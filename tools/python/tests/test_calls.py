@@ -53,6 +53,16 @@ def test_hints(client):
             client.hint(keys, 10, **wrong)
 
 
+def test_pages_may_have_token_ids(client):
+    pages = [payload(1), payload(2)]
+    with pytest.raises(ValueError, match="2 keys, but 1 lists of tokens"):
+        client.put_from([key(1), key(2)], pages, 10, tokens=[[1]])
+    with pytest.raises(OverflowError):
+        client.put_from([key(1), key(2)], pages, 10, tokens=[[1], [-1]])
+    # More than 256 are left out.
+    assert client.put_from([key(1), key(2)], pages, 10, tokens=[[1, 2, 3], range(300)]) == ["stored"] * 2
+
+
 def test_other_bytes_under_a_key_are_refused(client):
     assert client.put_from([key(1)], [payload(1)], 10) == ["stored"]
     assert client.put_from([key(1)], [payload(2)], 10) == ["refused"]

@@ -11,7 +11,7 @@ from larder_kv._numerics import numerics
 @pytest.fixture
 def modules(monkeypatch):
     """A process without an engine. Sets modules of it."""
-    for name in ("torch", "sglang", "sglang.srt.server_args", "vllm", "vllm.platforms"):
+    for name in ("torch", "sglang", "sglang.srt.runtime_context", "vllm", "vllm.platforms"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
     def provide(name, **items):
@@ -32,7 +32,11 @@ def torch_on(kind="cuda", name="NVIDIA H100 80GB HBM3", capability=(9, 0)):
 def sglang(modules, torch, arguments, version="0.5.23"):
     modules("torch", **torch)
     modules("sglang", __version__=version)
-    modules("sglang.srt.server_args", get_global_server_args=lambda: SimpleNamespace(**arguments))
+    kernel = {name: value for name, value in arguments.items() if name.endswith("backend")}
+    deterministic = SimpleNamespace(enable_deterministic_inference=arguments.get("enable_deterministic_inference"))
+    places = SimpleNamespace(kernel=SimpleNamespace(**kernel), deterministic=deterministic)
+    model = SimpleNamespace(**{name: value for name, value in arguments.items() if name not in kernel})
+    modules("sglang.srt.runtime_context", get_exec=lambda: places, get_model=lambda: model)
     return numerics("", "sglang")
 
 

@@ -129,12 +129,78 @@ def test_engines_of_other_numerics_share_pages_only_if_they_are_declared_equal(s
     assert backend(shared_node.url(), pool, {"numerics": "hopper"}).batch_exists(keys[1:]) == 1
 
 
+def test_models_with_other_settings_share_nothing(shared_node, monkeypatch):
+    keys, pool = page_hashes(2, seed=40), filled("page_first")
+    assert backend(shared_node.url(), pool).batch_set_v1(keys, indices(pool, range(2))) == [True] * 2
+
+    def found(**changes):
+        with monkeypatch.context() as patch:
+            for name, value in changes.items():
+                patch.setattr(contract.MODEL, name, value, raising=False)
+            return backend(shared_node.url(), HostPool("page_first")).batch_exists(keys)
+
+    assert found() == 2
+    changes = [
+        {"revision": "1" * 40},
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+        {"json_model_override_args": '{"rope_theta": 1e6}'},
+        {"modelopt_quant": "nvfp4"},
+        {"load_format": "dummy"},
+    ]
+    assert [found(**change) for change in changes] == [0] * len(changes)
+    with pytest.raises(ValueError, match="set weights"):
+        found(revision="main")
+
+
 def test_ranks_of_a_latent_model_share_pages(shared_node):
     keys = page_hashes(1, seed=8)
     pool = filled("mla")
     writer = backend(shared_node.url(), pool, is_mla_model=True, tp_size=2)
     assert writer.batch_set_v1(keys, indices(pool, [0])) == [True]
     assert backend(shared_node.url(), pool, is_mla_model=True, tp_rank=1, tp_size=2).batch_exists(keys) == 1
+
+
+def head_pools(ranks, heads=8):
+    """Pools of the ranks of one engine, which share out the heads of a model."""
+    return [HostPool("page_head", head_num=heads // ranks, token_bytes=96 // ranks) for _ in range(ranks)]
+
+
+def head_backends(url, pools, **config):
+    ranks = len(pools)
+    config = dict(tp_size=ranks, tp_lcm_size=8, should_split_heads=ranks < 8, model_name="by heads", **config)
+    return [backend(url, pool, tp_rank=rank, **config) for rank, pool in enumerate(pools)]
+
+
+def heads_of(pools, page):
+    """Bytes of a page as one rank has them: all heads of the keys, then those of the values."""
+    halves = [(half[: len(half) // 2], half[len(half) // 2 :]) for half in (page_of(pool, page) for pool in pools)]
+    return b"".join(keys for keys, _ in halves) + b"".join(values for _, values in halves)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_engines_with_other_numbers_of_ranks_share_pages_by_heads(shared_node, ranks):
+    keys = page_hashes(6, seed=100 + ranks)
+    pools = head_pools(ranks)
+    for rank, pool in enumerate(pools):
+        pool.kv_buffer[:] = numpy.random.default_rng(rank).integers(0, 256, pool.kv_buffer.size, numpy.uint8)
+    for pool, writer in zip(pools, head_backends(shared_node.url(), pools)):
+        assert writer.batch_set_v1(keys, indices(pool, range(6)), ExtraInfo([])) == [True] * 6
+    for others in (1, 2, 4, 8):
+        reader_pools = head_pools(others)
+        readers = head_backends(shared_node.url(), reader_pools)
+        for pool, reader in zip(reader_pools, readers):
+            assert reader.batch_exists(keys + page_hashes(1)) == 6
+            assert reader.batch_get_v1(keys, indices(pool, range(9, 3, -1))) == [True] * 6
+        assert [heads_of(reader_pools, 9 - page) for page in range(6)] == [heads_of(pools, page) for page in range(6)]
+    # A page without one group is no page, but only for the rank with that group.
+    readers[-1].pools["kv"].client.forget(readers[-1].pools["kv"].keys(keys[2:3]), 5)
+    assert [reader.batch_exists(keys) for reader in readers] == [6] * 7 + [2]
+
+
+def test_heads_that_cannot_be_cut_are_refused(shared_node):
+    with pytest.raises(ValueError, match="tp_lcm_size"):
+        head_backends(shared_node.url(), head_pools(2, heads=4), is_mla_model=False)
 
 
 @pytest.mark.parametrize("name", [PoolName.MAMBA, PoolName.DRAFT])
@@ -317,7 +383,7 @@ def test_pools_of_a_call_share_its_timeout(node):
 
 def test_wrong_configuration_fails_at_attachment():
     url = {"url": "larder://a:1"}
-    for config in [Config({}), Config({"url": "mooncake://x"}), Config(url, should_split_heads=True)]:
+    for config in [Config({}), Config({"url": "mooncake://x"}), Config(dict(url, interface_v1=0), tp_lcm_size=8, should_split_heads=True)]:
         with pytest.raises(ValueError):
             LarderStorage(config, {})
     for name in ("exists_timeout", "get_timeout", "set_timeout", "lease"):

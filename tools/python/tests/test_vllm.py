@@ -47,12 +47,12 @@ def found_anew(host, keys):
 
 def tiers(host):
     """State of the node's tiers."""
-    return host.tier.client.status(20)[0]["status"]["tiers"]
+    return host.tier.store.client.status(20)[0]["status"]["tiers"]
 
 
 def stored(host, keys, context=None, chunks=None):
     context = context or host.begin("store")
-    assert eventually(lambda: host.step() or host.tier.is_connected or host.tier.client is None)
+    assert eventually(lambda: host.step() or host.tier.store.is_connected or host.tier.store.client is None)
     host.store(keys, range(len(keys)) if chunks is None else chunks, context)
     (result,) = host.finish()
     return result
@@ -86,7 +86,7 @@ def test_partial_load_names_its_chunks_and_turns_hits_into_misses(shared_node):
     assert stored(host, keys).success
     context = host.begin()
     assert lookup(host, keys, context) == [HIT] * 3
-    host.tier.client.forget(host.tier.page_keys(keys[1:2]), 20)
+    host.tier.store.client.forget(host.tier.page_keys(keys[1:2]), 20)
     host.load(keys, [4, 5, 6], context)
     (result,) = host.finish()
     assert not result.success and set(result.successful_keys) == {keys[0], keys[2]}
@@ -123,7 +123,7 @@ def test_chunks_larger_than_a_page_are_whole_or_missing(shared_node):
     host.load(keys, [3, 2], context)
     assert host.finish()[0].success
     assert (host.rows[3] == host.rows[0]).all() and (host.rows[2] == host.rows[1]).all()
-    host.tier.client.forget(host.tier.page_keys(keys)[1:2], 20)
+    host.tier.store.client.forget(host.tier.page_keys(keys)[1:2], 20)
     assert lookup(host, keys, context) == [MISS, HIT]
     host.load(keys, [3, 2], context)
     assert set(host.finish()[0].successful_keys) == {keys[1]}
@@ -160,10 +160,11 @@ def test_namespaces_share_nothing(shared_node, monkeypatch):
         Config(groups=(Group(layer_names=("layers.0",)),)),
         Config(groups=(Group(), Group(1))),
         Config(groups=(Group(sliding_window_size_in_chunks=4),)),
-        *(Config(parallel=Parallel(**{axis: 2})) for axis in vars(Parallel())),
+        *(Config(parallel=Parallel(**{axis: 2})) for axis in vars(Parallel()) if axis.endswith("_size")),
     ]
     assert [found(config) for config in changes] == [[MISS]] * len(changes)
     assert found(weights="2") == found(tenant="t") == found(row_bytes=32768) == [MISS]
+    assert found(model={"quantization": "awq"}) == found(model={"backend": "FLASHINFER"}) == [MISS]
     kv_cache_utils = sys.modules["vllm.v1.core.kv_cache_utils"]
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"1" * 32)
     assert found() == [MISS]
@@ -174,6 +175,25 @@ def test_namespaces_share_nothing(shared_node, monkeypatch):
     platform = sys.modules["vllm.platforms"].current_platform
     monkeypatch.setattr(platform, "get_device_name", lambda: "NVIDIA H20")
     assert found() == [MISS]
+
+
+def test_portable_rows_are_shared_by_engines_with_other_numbers_of_ranks(shared_node):
+    def config(ranks, is_portable=True):
+        parallel = Parallel(world_size=ranks, tp_size=ranks, is_parallelism_agnostic=is_portable)
+        size = 8192 // ranks
+        return Config(name="portable", canonical_layout=True, parallel=parallel, worker_kv_bytes_per_block=size)
+
+    writer = attach(shared_node, config(1))
+    fill(writer)
+    assert stored(writer, [key(1)]).success
+    for of_reader, expected in [(config(2), HIT), (config(8), HIT), (config(2, False), MISS)]:
+        host = attach(shared_node, of_reader)
+        assert lookup(host, [key(1)], host.begin()) == [expected]
+
+
+def test_unknown_weights_fail_while_vllm_starts(shared_node):
+    with pytest.raises(ValueError, match="set weights"):
+        attach(shared_node, model={"hf_config": contract.HfConfig(None)})
 
 
 def test_engines_of_other_numerics_share_pages_if_they_are_declared_equal(shared_node, monkeypatch):
@@ -204,7 +224,7 @@ def test_hashes_that_collide_or_are_unknown_are_not_used(shared_node, monkeypatc
     assert not stored(host, [key(1)], context).success
     host.load([key(1)], [0], context)
     assert not host.finish()[0].success
-    assert host.tier.client is None
+    assert host.tier.store.client is None
 
 
 def test_chunks_outside_of_the_host_cache_are_not_touched(shared_node):
@@ -248,7 +268,7 @@ def test_request_options(shared_node):
     blind = host.begin("blind", kv_transfer_params={"larder": {"load": False}})
     assert lookup(host, [key(2)], blind) == [MISS]
     pages = host.tier.page_keys([key(2), key(3)])
-    assert eventually(lambda: host.tier.client.exists(pages, 20) == [False, True])
+    assert eventually(lambda: host.tier.store.client.exists(pages, 20) == [False, True])
     for params in ({}, {"larder": "x"}, {"other": 1}):
         assert lookup(host, [key(3)], host.begin(str(params), kv_transfer_params=params)) == [HIT]
 
@@ -265,8 +285,8 @@ def test_hints_act_on_the_chunks_of_their_request(shared_node):
     host.tier.on_request_finished(context)
     assert host.finish()[0].success
     pages = host.tier.page_keys([key(1), key(2), key(3)])
-    assert eventually(lambda: host.step() or host.tier.client.exists(pages, 20) == [False, True, False])
-    assert eventually(lambda: host.step() or not host.tier.pending)
+    assert eventually(lambda: host.step() or host.tier.store.client.exists(pages, 20) == [False, True, False])
+    assert eventually(lambda: host.step() or not host.tier.store.pending)
 
 
 def test_forget_needs_permission(shared_node):
@@ -277,8 +297,8 @@ def test_forget_needs_permission(shared_node):
     assert stored(host, [key(1)], context).success
     before = tiers(host)["l2"]["pinned_pages"]
     host.tier.on_request_finished(context)
-    assert eventually(lambda: host.step() or not host.tier.pending)
-    assert host.tier.client.exists(host.tier.page_keys([key(1)]), 20) == [True]
+    assert eventually(lambda: host.step() or not host.tier.store.pending)
+    assert host.tier.store.client.exists(host.tier.page_keys([key(1)]), 20) == [True]
     assert tiers(host)["l2"]["pinned_pages"] == before + 1
 
 
@@ -312,7 +332,7 @@ def test_store_that_is_away_is_a_miss_within_the_deadline(node):
     # The node has written the chunks to its log, and will find them after a kill.
     assert eventually(lambda: tiers(host)["l3"]["pages"] >= 4 and not tiers(host)["l3"]["segments_unsynced"])
     before = host.rows.copy()
-    timeouts = noted_timeouts(host.tier.client)
+    timeouts = noted_timeouts(host.tier.store.client)
     for number, leave in enumerate((node.pause, node.kill)):
         leave()
         context = host.begin(f"away-{number}")
@@ -339,7 +359,7 @@ def test_shutdown_during_transfers_releases_the_host_cache(node):
     host = attach(node, Config(name="shutdown"), store_timeout=1, load_timeout=1)
     context = host.begin()
     assert lookup(host, [key(1)], context) == [MISS]
-    timeouts = noted_timeouts(host.tier.client)
+    timeouts = noted_timeouts(host.tier.store.client)
     node.pause()
     host.store([key(1)], [1], context)
     host.load([key(2)], [2], context)

@@ -100,6 +100,50 @@ class Parallel:
     pp_size: int = 1
     pcp_size: int = 1
     dcp_size: int = 1
+    is_parallelism_agnostic: bool = False
+
+
+class HfConfig:
+    """A model's configuration, from a repository or a directory."""
+
+    def __init__(self, commit: Optional[str] = None, **values: Any) -> None:
+        self._commit_hash, self.values = commit, {"hidden_size": 512, **values}
+
+    def to_dict(self) -> dict:
+        return {**self.values, "_name_or_path": "anything", "transformers_version": "any"}
+
+
+@dataclass
+class ModelConfig:
+    """vLLM's `ModelConfig`, with the fields that change KV."""
+
+    model: str = "model"
+    model_weights: str = ""
+    revision: Optional[str] = None
+    code_revision: Optional[str] = None
+    hf_config_path: Optional[str] = None
+    hf_config: HfConfig = field(default_factory=lambda: HfConfig("0" * 40))
+    hf_overrides: Any = field(default_factory=dict)
+    dtype: str = "torch.bfloat16"
+    quantization: Optional[str] = None
+    quantization_config: Any = None
+    model_impl: str = "auto"
+    model_class_overrides: dict = field(default_factory=dict)
+    disable_sliding_window: bool = False
+    max_model_len: int = 4096
+    heads: int = 4
+
+    def get_total_num_kv_heads(self) -> int:
+        return self.heads
+
+
+def engine_config(load_format: str = "auto", backend: Optional[str] = None, **model: Any) -> types.SimpleNamespace:
+    """`VllmConfig`, with its parts that tell the model and its kernels."""
+    return types.SimpleNamespace(
+        model_config=ModelConfig(**model),
+        load_config=types.SimpleNamespace(load_format=load_format),
+        attention_config=types.SimpleNamespace(backend=backend),
+    )
 
 
 @dataclass
@@ -134,10 +178,13 @@ def key(number, group=0, seed=0):
 class Host:
     """The host cache of an engine, and the manager's calls to its tier."""
 
-    def __init__(self, tier_class, config=None, chunks=16, row_bytes=65536, **options):
+    def __init__(self, tier_class, config=None, chunks=16, row_bytes=65536, model=None, **options):
+        # A caller of the tier has this, as in vLLM.
+        vllm_config = engine_config(**(model or {}))
         self.rows = numpy.zeros((chunks, row_bytes), numpy.uint8)
         self.view = memoryview(self.rows)
         spec = types.SimpleNamespace(config=config or Config())
+        assert vllm_config.model_config
         # Keywords, as vLLM's factory passes them.
         self.tier = tier_class(
             offloading_spec=spec,
@@ -192,7 +239,9 @@ class Platform:
 
 
 def install():
-    """Provides the modules that the tier imports."""
+    """Provides the modules that the tier imports, once: other modules keep what they have imported."""
+    if "vllm" in sys.modules:
+        return
     provided = {
         "vllm": {"__version__": "0.33.0"},
         "vllm.logger": {"init_logger": __import__("logging").getLogger},

@@ -79,6 +79,9 @@ const ALONE_MAX: Duration = Duration::from_secs(60);
 /// Minimum time of the attacks in one turn: most deadlines of the servers pass within it.
 const TURN_MIN: Duration = Duration::from_secs(10);
 const TURNS_MAX: u32 = 6;
+/// Maximum time that attacks go on after a measurement until each kind has had an effect. The
+/// attackers' threads get little time on busy processors.
+const EFFECT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time after attacks in which servers end the work that these left.
 const SETTLE_TIME: Duration = Duration::from_secs(5);
 /// Time without requests before the baseline. Idle threads and idle HTTP connections end sooner.
@@ -123,6 +126,8 @@ struct RequestReport {
     max_beside_us: u64,
     /// Beside the attackers and alone.
     p99_ratio: f64,
+    /// Least and greatest ratio that the number of samples leaves possible.
+    p99_ratio_range: [f64; 2],
     /// Beside the attackers and beside the load in their place: the part that the attackers' own
     /// processor time does not explain.
     p99_ratio_to_control: f64,
@@ -145,6 +150,10 @@ struct ProcessReport {
     /// Processors taken, children included, while honest clients were alone.
     processors_alone: f64,
     processors_beside: f64,
+    /// Threads that waited for a processor, on average. They show how much of the delay of honest
+    /// requests is a lack of processors.
+    waiting_alone: f64,
+    waiting_beside: f64,
     /// Resources beyond those before the attacks that had not returned within a minute.
     left: Resources,
     log_lines: usize,
@@ -225,9 +234,12 @@ impl HostileReport {
     }
 
     fn find_slow(&self) -> Vec<String> {
-        let ratios = self.requests.iter().map(|(name, request)| (name, request.p99_ratio));
-        let slow = ratios.filter(|(_, ratio)| *ratio > P99_RATIO_MAX);
-        slow.map(|(name, ratio)| format!("the 99th percentile of {name} is {ratio:.1} times that alone")).collect()
+        let slow = self.requests.iter().filter(|(_, request)| request.p99_ratio > P99_RATIO_MAX);
+        let text =
+            |(name, RequestReport { p99_ratio, p99_ratio_range: [least, most], .. }): (&&str, &RequestReport)| {
+                format!("the 99th percentile of {name} is {p99_ratio:.1} times that alone ({least:.1} to {most:.1})")
+            };
+        slow.map(text).collect()
     }
 
     fn check(&self) -> Result<()> {
@@ -310,6 +322,8 @@ async fn measure(
             memory_bound_mib: mib(bound),
             processors_alone: alone.processors(number),
             processors_beside: beside.processors(number),
+            waiting_alone: alone.waiting(number),
+            waiting_beside: beside.waiting(number),
             left,
             log_lines: server.log_lines(),
         };
@@ -358,6 +372,8 @@ struct Phase {
     seconds: f64,
     /// Processor time of each server, in seconds.
     cpu_seconds: Vec<f64>,
+    /// Time for which the threads of each server waited for a processor, in seconds.
+    waited_seconds: Vec<f64>,
     /// Processor time of the attackers, or of the load in their place, in seconds.
     load_seconds: f64,
 }
@@ -378,6 +394,11 @@ impl Phase {
     /// Processors that a server took.
     fn processors(&self, server: usize) -> f64 {
         self.cpu_seconds.get(server).map_or(0.0, |seconds| seconds / self.seconds)
+    }
+
+    /// Threads of a server that waited for a processor, on average.
+    fn waiting(&self, server: usize) -> f64 {
+        self.waited_seconds.get(server).map_or(0.0, |seconds| seconds / self.seconds)
     }
 }
 
@@ -412,18 +433,22 @@ impl<'a> Turns<'a> {
 
     /// Runs the honest clients, and adds what they measured to a phase.
     async fn measure(&mut self, time: Duration, phase: fn(&mut Self) -> &mut Phase) -> Result<()> {
-        let cpu_before = self.servers.cpu_seconds()?;
+        let (cpu_before, waits_before) = (self.servers.cpu_seconds()?, self.servers.waits()?);
         let begin = Instant::now();
         let chats = std::mem::take(&mut self.chats);
         let here = tokio::runtime::Handle::current();
         let Honest { samples, chats, prompts } = honest::run(self.target, chats, time, &here).await?;
         self.chats = chats;
-        let cpu = self.servers.cpu_seconds()?;
+        let (cpu, waits) = (self.servers.cpu_seconds()?, self.servers.waits()?);
         let phase = phase(self);
         phase.seconds += begin.elapsed().as_secs_f64();
         phase.cpu_seconds.resize(cpu.len(), 0.0);
         for (total, (after, before)) in phase.cpu_seconds.iter_mut().zip(cpu.iter().zip(cpu_before)) {
             *total += after - before;
+        }
+        phase.waited_seconds.resize(waits.len(), 0.0);
+        for (total, (after, before)) in phase.waited_seconds.iter_mut().zip(waits.iter().zip(&waits_before)) {
+            *total += cpu::waited(before, after);
         }
         phase.prompts.extend(prompts);
         phase.add_samples(samples)
@@ -442,6 +467,7 @@ impl<'a> Turns<'a> {
         drop(entered);
         self.next += 1;
         let measured = self.measure(time, |turns| &mut turns.beside).await;
+        attackers.effective(EFFECT_TIMEOUT).await;
         for (name, counts) in attackers.stop().await {
             self.counts.entry(name).or_default().add(counts);
         }
@@ -507,7 +533,11 @@ fn request_reports(
 ) -> BTreeMap<&'static str, RequestReport> {
     let p99 = |samples: &Samples| samples.microseconds.value_at_quantile(0.99);
     let p50 = |samples: &Samples| samples.microseconds.value_at_quantile(0.5);
-    let ratio = |above, below: u64| above as f64 / below.max(1) as f64;
+    let ratio = |above: u64, below: u64| above as f64 / below.max(1) as f64;
+    let range = |above: &Samples, below: &Samples| {
+        let ([least, most], [below_least, below_most]) = (above.p99_range(), below.p99_range());
+        [ratio(least, below_most), ratio(most, below_least)]
+    };
     let report = |(((name, alone), control), beside): (((&'static str, Samples), Samples), Samples)| {
         let report = RequestReport {
             alone: alone.microseconds.len(),
@@ -519,6 +549,7 @@ fn request_reports(
             p99_beside_us: p99(&beside),
             max_beside_us: beside.microseconds.max(),
             p99_ratio: ratio(p99(&beside), p99(&alone)),
+            p99_ratio_range: range(&beside, &alone),
             p99_ratio_to_control: ratio(p99(&beside), p99(&control)),
             refused: alone.refused + control.refused + beside.refused,
             missed: alone.missed + control.missed + beside.missed,
@@ -540,7 +571,7 @@ fn print(report: &HostileReport) {
         say!("  {name:24} {begun:>8} {effective:>9}");
     }
     say!(
-        "\n{:10} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6} {:>7} {:>8} {:>7} {:>7} {:>6}",
+        "\n{:10} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6} {:>11} {:>7} {:>8} {:>7} {:>7} {:>6}",
         "requests",
         "number",
         "p50 ms",
@@ -550,6 +581,7 @@ fn print(report: &HostileReport) {
         "beside",
         "max",
         "ratio",
+        "possible",
         "to ctrl",
         "refused",
         "missed",
@@ -558,8 +590,10 @@ fn print(report: &HostileReport) {
     );
     for (name, of) in requests {
         let ms = |us: u64| us as f64 / 1000.0;
+        let [least, most] = of.p99_ratio_range;
+        let range = format!("{least:.1} to {most:.1}");
         say!(
-            "{name:10} {:>7} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>6.2} {:>7.2} {:>8} {:>7} {:>7} {:>6}",
+            "{name:10} {:>7} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>6.2} {range:>11} {:>7.2} {:>8} {:>7} {:>7} {:>6}",
             of.beside,
             ms(of.p50_alone_us),
             ms(of.p50_beside_us),
@@ -576,12 +610,14 @@ fn print(report: &HostileReport) {
         );
     }
     say!(
-        "\n{:10} {:>10} {:>9} {:>9} {:>9} {:>7} {:>8} {:>12} {:>8} {:>9} {:>10}",
+        "\n{:10} {:>10} {:>9} {:>9} {:>9} {:>7} {:>10} {:>7} {:>8} {:>12} {:>8} {:>9} {:>10}",
         "process",
         "alone MiB",
         "peak MiB",
         "bound MiB",
         "CPU alone",
+        "beside",
+        "wait alone",
         "beside",
         "sockets",
         "descriptors",
@@ -591,12 +627,14 @@ fn print(report: &HostileReport) {
     );
     for (name, of) in processes {
         say!(
-            "{name:10} {:>10.0} {:>9.0} {:>9.0} {:>9.3} {:>7.3} {:>8} {:>12} {:>8} {:>9} {:>10}",
+            "{name:10} {:>10.0} {:>9.0} {:>9.0} {:>9.3} {:>7.3} {:>10.3} {:>7.3} {:>8} {:>12} {:>8} {:>9} {:>10}",
             of.memory_alone_mib,
             of.memory_peak_mib,
             of.memory_bound_mib,
             of.processors_alone,
             of.processors_beside,
+            of.waiting_alone,
+            of.waiting_beside,
             of.left.sockets,
             of.left.descriptors,
             of.left.threads,
@@ -622,6 +660,21 @@ mod tests {
         assert_eq!(TurnTimes::of(seconds(6)), times(1, 6, 3));
         assert_eq!(TurnTimes::of(seconds(21)), TurnTimes { beside: seconds(21) / 2, ..times(2, 0, 7) });
         assert_eq!(TurnTimes::of(seconds(600)), TurnTimes { alone: seconds(60) / 7, ..times(6, 100, 0) });
+    }
+
+    #[test]
+    fn few_samples_leave_a_wide_range() {
+        let uniform = |count: u64| {
+            let mut samples = Samples::new().unwrap();
+            (1..=count).for_each(|number| samples.microseconds.record(100_000 * number / count).unwrap());
+            samples
+        };
+        // Three digits of a histogram are exact.
+        let [least, most] = uniform(10_000).p99_range();
+        assert!((98_600..98_900).contains(&least) && (99_100..99_300).contains(&most), "{least} {most}");
+        let [least, most] = uniform(200).p99_range();
+        assert!((97_000..98_500).contains(&least) && most >= 100_000, "{least} {most}");
+        assert_eq!(Samples::new().unwrap().p99_range(), [0, 0]);
     }
 
     #[test]

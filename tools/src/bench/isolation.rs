@@ -126,7 +126,7 @@ impl Target {
 
     fn pages(&self, numbers: std::ops::Range<u64>) -> Vec<(NewPage, Bytes)> {
         let bytes = Bytes::from(vec![7; self.page_bytes as usize]);
-        let page = |number| (NewPage { key: key(number), parent: PageKey::NONE, position: 0 }, bytes.clone());
+        let page = |number| (NewPage::first(key(number)), bytes.clone());
         numbers.map(page).collect()
     }
 

@@ -5,13 +5,13 @@
 //! its own prefixes, so that no mode warms the cache of another. The first request of a group is
 //! cold and is reported separately.
 
+use super::events::for_each_event;
 use crate::admin::normalized_url;
 use crate::errors::http_cause;
 use crate::output::say;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::Parser;
 use comfy_table::{Cell, CellAlignment, Table, presets};
-use futures::StreamExt;
 use hdrhistogram::Histogram;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -138,7 +138,8 @@ fn prompt(args: &Args, seed: u64, group: usize, mode: usize, request: usize) -> 
     tokens
 }
 
-fn random_tokens(count: usize, parts: &[u64]) -> Vec<u32> {
+/// Random tokens that depend on `parts` only.
+pub fn random_tokens(count: usize, parts: &[u64]) -> Vec<u32> {
     let seed = parts.iter().fold(0u64, |seed, part| (seed ^ part).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29));
     let mut random = StdRng::seed_from_u64(seed);
     (0..count).map(|_| random.random_range(16..TOKEN_IDS)).collect()
@@ -167,25 +168,16 @@ async fn send_request(
     }
     let mut first_token = None;
     let mut usage = serde_json::Value::Null;
-    let mut text = String::new();
-    let mut stream = response.bytes_stream();
-    while let Some(bytes) = stream.next().await {
-        text.push_str(std::str::from_utf8(&bytes?)?);
-        while let Some(end) = text.find("\n\n") {
-            let event: String = text.drain(..end + 2).collect();
-            let Some(data) = event.trim().strip_prefix("data: ").filter(|data| *data != "[DONE]") else { continue };
-            let event: serde_json::Value = serde_json::from_str(data)?;
-            if let Some(error) = event.get("error") {
-                bail!("the router failed while generating: {error}");
-            }
-            if event["choices"].as_array().is_some_and(|choices| !choices.is_empty()) {
-                first_token.get_or_insert_with(|| begin.elapsed());
-            }
-            if !event["usage"].is_null() {
-                usage = event["usage"].clone();
-            }
+    for_each_event(response, |event| {
+        if event["choices"].as_array().is_some_and(|choices| !choices.is_empty()) {
+            first_token.get_or_insert_with(|| begin.elapsed());
         }
-    }
+        if !event["usage"].is_null() {
+            usage = event["usage"].clone();
+        }
+        Ok(())
+    })
+    .await?;
     Ok(Answer {
         first_token: first_token.context("the answer has no token")?,
         total: begin.elapsed(),

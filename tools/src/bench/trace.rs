@@ -32,7 +32,7 @@ pub struct Args {
     json: bool,
 }
 
-fn token_count(text: &str) -> Result<u64> {
+pub(super) fn token_count(text: &str) -> Result<u64> {
     let (number, unit) = match text.find(|c: char| !c.is_ascii_digit() && c != '.') {
         Some(at) => text.split_at(at),
         None => (text, ""),
@@ -49,6 +49,15 @@ fn token_count(text: &str) -> Result<u64> {
         bail!("a capacity must be between 1 and 1e15 tokens");
     }
     Ok(tokens as u64)
+}
+
+/// Reads a trace. `block_tokens` replaces the block size that follows from the trace.
+pub(super) fn read(path: &Path, block_tokens: Option<NonZeroU64>) -> Result<Trace> {
+    let mut trace = Trace::read(open(path)?).with_context(|| format!("cannot read the trace {}", path.display()))?;
+    if let Some(tokens) = block_tokens {
+        trace.set_block_tokens(tokens.get());
+    }
+    Ok(trace)
 }
 
 fn open(path: &Path) -> Result<Box<dyn BufRead>> {
@@ -103,11 +112,7 @@ impl Measured {
 }
 
 pub fn run(args: &Args) -> Result<()> {
-    let mut trace =
-        Trace::read(open(&args.file)?).with_context(|| format!("cannot read the trace {}", args.file.display()))?;
-    if let Some(tokens) = args.block_tokens {
-        trace.set_block_tokens(tokens.get());
-    }
+    let trace = read(&args.file, args.block_tokens)?;
     let block_bytes = trace.block_tokens().saturating_mul(args.token_bytes.get());
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);

@@ -47,7 +47,7 @@ async fn transfer(client: &Client, deadline: Instant) -> Result<(usize, Tier), (
     let key = PageKey::chain(None, &[rand::random()]);
     let mut page = vec![0u8; GEOMETRY.page_bytes()];
     rand::fill(&mut page[..]);
-    let new = NewPage { key, parent: PageKey::NONE, position: 0 };
+    let new = NewPage::first(key);
     let options = PutOptions { ttl: Some(PAGE_TTL), busy_retries: BUSY_RETRIES };
     let outcomes = client.put_pages(vec![(new, page.clone().into())], options, deadline).await;
     match outcomes.first() {

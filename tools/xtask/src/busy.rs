@@ -14,7 +14,7 @@ const BUSY_LOOPS: usize = 3;
 const BUSY_PASSES: usize = 10;
 /// Tests of larder-sim that are left out beside busy loops: a simulation has its own clock, so
 /// other work cannot change its result.
-const SIMULATIONS: [&str; 3] = [
+pub const SIMULATIONS: [&str; 3] = [
     "log_keeps_its_promises_over_five_million_operations",
     "node_keeps_its_promises_and_bounds",
     "clients_and_nodes_keep_their_promises_over_faulty_networks",

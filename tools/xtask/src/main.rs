@@ -7,6 +7,7 @@ mod busy;
 mod comments;
 mod dependencies;
 mod generated;
+mod gpu;
 mod lexer;
 mod markdown;
 mod modules;
@@ -57,16 +58,33 @@ enum Command {
         /// Targets; all if none is given
         targets: Vec<String>,
     },
-    /// Run a program of benches/: pages, client or disk; arguments go to it
+    /// Run a program of benches/: pages, client, disk or gpu; arguments go to it
     Bench {
         /// Name without `bench-`
-        #[arg(value_parser = ["pages", "client", "disk"])]
+        #[arg(value_parser = ["pages", "client", "disk", "gpu"])]
         program: String,
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Pack the measurements of a device into target/gpu, to copy to a machine with a GPU
+    Gpu {
+        /// Run the package here too: on `cuda`, `cuda:N` or `emulated`
+        #[arg(long)]
+        device: Option<String>,
+        /// Arguments of bench-gpu, with --device only
+        #[arg(last = true, requires = "device")]
+        arguments: Vec<String>,
+    },
     /// Measure Larder beside Redis, LMCache and Mooncake; arguments go to benches/peers/run
     Peers {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+    /// Run clients of others on Larder; arguments go to tests/clients/NAME
+    Attach {
+        /// Name of the client
+        #[arg(value_parser = steps::CLIENTS)]
+        client: String,
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
@@ -143,7 +161,9 @@ fn run(cli: Cli) -> Result<()> {
         Command::Sim { arguments } => steps::simulation(&runner, &arguments),
         Command::Fuzz { seconds, targets } => steps::fuzz(&runner, seconds, &targets),
         Command::Bench { program, arguments } => steps::bench(&runner, &program, &arguments),
+        Command::Gpu { device, arguments } => gpu::run(&runner, device.as_deref(), &arguments),
         Command::Peers { arguments } => steps::peers(&runner, &arguments),
+        Command::Attach { client, arguments } => steps::attach(&runner, &client, &arguments),
         Command::Docs { check } => generated::run(&runner, check),
         Command::Prose { root, check, list } => measure_prose(root, check, list.as_deref()),
         Command::Tidy { counts, rule, path, accept_lengths } => {

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 #[derive(Debug, Clone, Copy)]
@@ -66,6 +66,15 @@ impl Runner {
             command.arg(format!("-j{}", self.jobs));
         }
         command.args(&arguments[split..]);
+        command
+    }
+
+    /// Cargo in the scheduling class `SCHED_IDLE`, as sched(7) describes it: it and its children
+    /// compute while no other process of the machine does.
+    pub fn idle_cargo_command(&self, arguments: &[&str]) -> Command {
+        let cargo = self.cargo_command(arguments);
+        let mut command = self.command("chrt".as_ref());
+        command.args(["--idle", "0"]).arg(cargo.get_program()).args(cargo.get_args());
         command
     }
 
@@ -135,6 +144,43 @@ pub fn execute(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
+/// Runs commands at the same time and fails if one fails. Shows the output of each as a whole,
+/// after the last one has ended.
+pub fn execute_together(commands: &mut [Command]) -> Result<()> {
+    let texts: Vec<String> = commands.iter().map(|command| format!("{command:?}").replace('"', "")).collect();
+    texts.iter().for_each(|text| println!("$ {text} &"));
+    let ended: Vec<std::io::Result<Output>> = std::thread::scope(|scope| {
+        let running: Vec<_> = commands.iter_mut().map(|command| scope.spawn(move || command.output())).collect();
+        running.into_iter().map(|thread| thread.join().expect("waiting for a command does not panic")).collect()
+    });
+    let shown: Vec<Result<()>> = texts.iter().zip(ended).map(|(text, ended)| show(text, ended)).collect();
+    let failed: Vec<String> = shown.into_iter().filter_map(|shown| Some(format!("{:#}", shown.err()?))).collect();
+    ensure!(failed.is_empty(), "{}", failed.join("; "));
+    Ok(())
+}
+
+/// Runs a command, and another one in the background. Shows the output of the latter at its end,
+/// and fails if one of them fails.
+pub fn execute_beside(command: &mut Command, background: &mut Command) -> Result<()> {
+    let text = format!("{background:?}").replace('"', "");
+    println!("$ {text} &");
+    std::thread::scope(|scope| {
+        let running = scope.spawn(|| background.output());
+        let result = execute(command);
+        let ended = running.join().expect("waiting for a command does not panic");
+        show(&text, ended).and(result)
+    })
+}
+
+/// Shows the output of a command that has ended, and fails if it failed.
+fn show(text: &str, ended: std::io::Result<Output>) -> Result<()> {
+    let Output { status, stdout, stderr } = ended.with_context(|| format!("run {text}"))?;
+    println!("$ {text}");
+    print!("{}{}", String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
+    ensure!(status.success(), "{status}: {text}");
+    Ok(())
+}
+
 /// Runs a command whose failure is a result. Returns `true` if it succeeded, and its output, which
 /// is shown as well.
 pub fn capture(command: &mut Command) -> Result<(bool, String)> {
@@ -192,6 +238,40 @@ mod tests {
     fn captured_command_returns_its_output_and_its_failure() {
         let (is_success, output) = capture(Command::new("sh").args(["-c", "echo a; echo b; exit 3"])).unwrap();
         assert_eq!((is_success, output.as_str()), (false, "a\nb\n"));
+    }
+
+    #[test]
+    fn commands_run_at_the_same_time_and_fail_together() {
+        let shell = |script: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]);
+            command
+        };
+        assert!(execute_together(&mut [shell("true"), shell("true")]).is_ok());
+        let error = execute_together(&mut [shell("exit 3"), shell("true")]).expect_err("the first one fails");
+        assert!(error.to_string().contains("exit 3"), "{error}");
+        // Each waits until the other has begun.
+        let dir = tempfile::tempdir().unwrap();
+        let meet = |own: &str, other: &str| {
+            let [own, other] = [own, other].map(|name| dir.path().join(name).display().to_string());
+            let wait = format!("for _ in $(seq 600); do [ -e {other} ] && exit 0; sleep 0.1; done; exit 1");
+            shell(&format!("touch {own}; {wait}"))
+        };
+        execute_together(&mut [meet("a", "b"), meet("b", "a")]).unwrap();
+    }
+
+    #[test]
+    fn failure_in_the_background_is_one() {
+        let shell = |script: &str| {
+            let mut command = Command::new("sh");
+            command.args(["-c", script]);
+            command
+        };
+        assert!(execute_beside(&mut shell("true"), &mut shell("true")).is_ok());
+        for (script, background) in [("true", "exit 3"), ("exit 3", "true")] {
+            let error = execute_beside(&mut shell(script), &mut shell(background)).expect_err("one of them fails");
+            assert!(error.to_string().contains("exit 3"), "{error}");
+        }
     }
 
     #[test]

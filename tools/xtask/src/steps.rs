@@ -1,6 +1,6 @@
 //! The steps of CI and of the longer runs.
 
-use crate::runner::{Runner, Step, execute};
+use crate::runner::{Runner, Step, execute, execute_beside, execute_together};
 use crate::source::read_tree;
 use crate::{busy, dependencies, generated, prose, tidy};
 use anyhow::{Result, ensure};
@@ -8,6 +8,12 @@ use anyhow::{Result, ensure};
 /// Test of larder-sim that activates one fail point after the other. It needs the feature
 /// `fail-points`, so it is built and run on its own.
 const FAIL_POINT_TEST: &str = "fail_points";
+/// CI searches for one in so many fail points, in the order of their list. The nightly run searches
+/// for all.
+const CI_FAIL_POINTS_EVERY: &str = "4";
+/// Tests of a program that run at the same time. Most of them wait, for links of limited rate and
+/// for deadlines, so more of them than cores.
+const TEST_THREADS: &str = "6";
 const CI_FUZZ_SECONDS: u64 = 10;
 const NIGHTLY_FUZZ_SECONDS: u64 = 30 * 60;
 const NIGHTLY_SIMULATION_MINUTES: &str = "60";
@@ -35,15 +41,15 @@ pub const CI: &[Step] = &[
     Step { name: "prose", title: "targets of language", run: check_prose },
     TYPOS,
     DENY,
+    Step { name: "kernels", title: "NVRTC compiles every CUDA kernel, within its budget", run: kernels },
     Step { name: "test", title: "tests of the workspace, with doc examples", run: test },
-    Step { name: "fail-points", title: "the simulation finds every fail point", run: fail_points },
+    Step { name: "fail-points", title: "the simulation finds one in four fail points", run: ci_fail_points },
     THREADS,
     Step { name: "docs", title: "generated pages match the code", run: check_docs },
     Step { name: "smoke", title: "larder up, used with curl and the packages of its clients", run: smoke },
     Step { name: "python", title: "the wheel of larder-kv, and its tests against nodes", run: python },
     DEPLOY,
-    Step { name: "rdma", title: "RDMA between two soft-RoCE devices in a virtual machine", run: rdma },
-    Step { name: "power", title: "power cuts at some flushes of a node's device", run: ci_power },
+    Step { name: "machines", title: "RDMA, and power cuts at some flushes, in two virtual machines", run: machines },
     Step { name: "fuzz", title: "every decoder, fuzzed for seconds", run: ci_fuzz },
     CLIPPY,
 ];
@@ -95,6 +101,14 @@ pub fn peers(runner: &Runner, arguments: &[String]) -> Result<()> {
     runner.program("benches/peers/run", &arguments.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
+/// Programs of `tests/clients` that [`attach`] runs.
+pub const CLIENTS: [&str; 5] = ["sglang", "vllm", "lmcache", "mooncake", "redis"];
+
+pub fn attach(runner: &Runner, client: &str, arguments: &[String]) -> Result<()> {
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    runner.program(&format!("tests/clients/{client}"), &arguments)
+}
+
 fn fmt(runner: &Runner) -> Result<()> {
     runner.cargo(&["fmt", "--all", "--check"])
 }
@@ -133,14 +147,36 @@ fn advisories(runner: &Runner) -> Result<()> {
 fn clippy(runner: &Runner) -> Result<()> {
     runner.cargo(&["clippy", "--release", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
     // `--all-targets` leaves out the tests that run in the virtual machine only.
-    let in_vm = ["-p", "larder-rdma", "--test", "soft_roce", "-p", "larder-client", "--test", "rdma"];
+    // `--workspace` selects the features of the check before, which then checked all dependencies.
+    let in_vm = ["--workspace", "--test", "soft_roce", "--test", "rdma"];
     runner.cargo(&[&["clippy", "--release"], in_vm.as_slice(), &["--", "-D", "warnings"]].concat())?;
     let models = ["-p", "larder-node", "--lib", "--tests", "--features", "shuttle"];
     runner.cargo(&[&["clippy", "--release"], models.as_slice(), &["--", "-D", "warnings"]].concat())
 }
 
+/// Tests that compute for minutes and take no account of time. CI runs them in the time that other
+/// tests wait.
+const COMPUTING: [&str; 4] = [
+    "hit_density_is_never_below_lru_nor_above_the_optimum",
+    busy::SIMULATIONS[0],
+    busy::SIMULATIONS[1],
+    busy::SIMULATIONS[2],
+];
+/// Programs with the tests of [`COMPUTING`].
+const COMPUTING_PROGRAMS: [&str; 2] = ["rates", "simulation"];
+
+/// Without `--tests`, cargo would also link every example. Clippy checks that these compile.
 fn test(runner: &Runner) -> Result<()> {
-    runner.cargo(&["test", "--release", "--workspace"])
+    let all = ["test", "--release", "--workspace"];
+    runner.cargo(&[&all, &["--tests", "--no-run"][..]].concat())?;
+    let skipped = COMPUTING.iter().flat_map(|test| ["--skip", test]);
+    let others: Vec<&str> = all.into_iter().chain(["--tests", "--"]).chain(skipped).collect();
+    let programs = COMPUTING_PROGRAMS.iter().flat_map(|program| ["--test", program]);
+    let computing: Vec<&str> = all.into_iter().chain(programs).chain(["--"]).chain(COMPUTING).collect();
+    let mut others = runner.cargo_command(&others);
+    others.env("RUST_TEST_THREADS", TEST_THREADS);
+    execute_beside(&mut others, &mut runner.idle_cargo_command(&computing))?;
+    runner.cargo(&[&all, &["--doc"][..]].concat())
 }
 
 fn ignored(runner: &Runner) -> Result<()> {
@@ -148,13 +184,47 @@ fn ignored(runner: &Runner) -> Result<()> {
 }
 
 fn fail_points(runner: &Runner) -> Result<()> {
-    let features = ["--features", "fail-points", "--test", FAIL_POINT_TEST];
-    runner.cargo(&[&["test", "--release", "-p", "larder-sim"], features.as_slice()].concat())
+    runner.cargo(FAIL_POINTS)
 }
 
-/// Arguments that select the thread models. With the feature, other tests of the crate cannot run.
-const THREAD_MODELS: &[&str] =
-    &["test", "--release", "-p", "larder-node", "--lib", "--features", "shuttle", "--", "threads"];
+fn ci_fail_points(runner: &Runner) -> Result<()> {
+    runner.cargo_with(&[("LARDER_FAIL_POINT_EVERY", CI_FAIL_POINTS_EVERY)], FAIL_POINTS)
+}
+
+/// Arguments that run the search for fail points. `--workspace` selects the dependencies of `cargo
+/// test --workspace`, which are compiled already. Node and simulation wait for each other, so each
+/// is divided among the processors.
+const FAIL_POINTS: &[&str] = &[
+    "test",
+    "--release",
+    "--workspace",
+    "--features",
+    "larder-sim/fail-points",
+    "--test",
+    FAIL_POINT_TEST,
+    "--config",
+    "profile.release.package.larder-node.codegen-units=4",
+    "--config",
+    "profile.release.package.larder-sim.codegen-units=4",
+];
+
+/// Arguments that select the thread models. With the feature, other tests of the crate cannot run,
+/// but they are compiled. The models take less time than their optimisation would.
+const THREAD_MODELS: &[&str] = &[
+    "test",
+    "--release",
+    "-p",
+    "larder-node",
+    "--lib",
+    "--features",
+    "shuttle",
+    "--config",
+    "profile.release.package.larder-node.opt-level=1",
+    "--config",
+    "profile.release.package.larder-node.codegen-units=16",
+    "--",
+    "threads",
+];
 
 fn threads(runner: &Runner) -> Result<()> {
     runner.cargo(THREAD_MODELS)
@@ -187,6 +257,10 @@ fn python(runner: &Runner) -> Result<()> {
     execute(&mut runner.python_tests())
 }
 
+fn kernels(runner: &Runner) -> Result<()> {
+    execute(runner.command(&runner.root().join("kernels/check")).arg(runner.tools()))
+}
+
 fn deploy(runner: &Runner) -> Result<()> {
     let larder = runner.build_larder()?;
     execute(runner.command(&runner.root().join("tests/deploy/run")).env("LARDER", larder))
@@ -196,9 +270,13 @@ fn rdma(runner: &Runner) -> Result<()> {
     runner.program("tests/rdma/run", &[])
 }
 
-/// A short workload, and every twelfth flush.
-fn ci_power(runner: &Runner) -> Result<()> {
-    runner.program("tests/power/run", &["--steps", "30", "--every", "12"])
+/// RDMA, and power cuts in a short workload at every twelfth flush. Both guests often wait: for
+/// deadlines, and for their disks.
+fn machines(runner: &Runner) -> Result<()> {
+    let rdma = runner.command(&runner.root().join("tests/rdma/run"));
+    let mut power = runner.command(&runner.root().join("tests/power/run"));
+    power.args(["--steps", "30", "--every", "12"]);
+    execute_together(&mut [rdma, power])
 }
 
 /// Cuts the power on two file systems. The control loses flushes, and must find lost pages.
@@ -278,12 +356,26 @@ mod tests {
         assert!(LINT.iter().all(|step| CI.iter().any(|ci| ci.name == step.name)));
     }
 
+    /// A name that matches no test would select none, and the step would pass.
+    #[test]
+    fn computing_tests_exist() {
+        let files = ["store/evict/tests/rates.rs", "tests/sim/tests/simulation.rs"];
+        let sources = files.map(|file| std::fs::read_to_string(workspace_root().join(file)).unwrap()).concat();
+        for name in COMPUTING {
+            assert!(sources.contains(&format!("fn {name}()")), "{name}");
+        }
+        for (file, program) in files.into_iter().zip(COMPUTING_PROGRAMS) {
+            assert!(file.ends_with(&format!("/{program}.rs")), "{file}");
+        }
+    }
+
     #[test]
     fn scripts_and_tests_of_the_steps_exist() {
         let test = format!("tests/sim/tests/{FAIL_POINT_TEST}.rs");
         let scripts = [
             "tests/smoke.sh",
             "tools/python/check",
+            "kernels/check",
             "tests/deploy/run",
             "tests/rdma/run",
             "tests/power/run",
@@ -291,8 +383,11 @@ mod tests {
             "tests/threads/tsan",
             "tests/threads/miri",
             "benches/peers/run",
+            "benches/gpu/run",
         ];
-        for path in scripts.into_iter().chain([test.as_str()]) {
+        let clients = CLIENTS.map(|client| format!("tests/clients/{client}"));
+        let paths = scripts.into_iter().chain([test.as_str()]).chain(clients.iter().map(String::as_str));
+        for path in paths {
             assert!(workspace_root().join(path).exists(), "{path}");
         }
     }

@@ -15,7 +15,7 @@ pub const PATH_METRICS: &str = "/metrics";
 /// Prefix of all other paths of this API.
 pub const PATH_PREFIX: &str = "/admin/";
 pub const PATH_STATUS: &str = "/admin/v1/status";
-/// `POST` [`PrefixRequest`]: [`InspectResponse`].
+/// `POST` [`InspectRequest`]: [`InspectResponse`].
 pub const PATH_INSPECT: &str = "/admin/v1/prefix/inspect";
 /// `POST` [`PrefixRequest`]: [`WarmResponse`].
 pub const PATH_WARM: &str = "/admin/v1/prefix/warm";
@@ -25,6 +25,9 @@ pub const PATH_FORGET: &str = "/admin/v1/prefix/forget";
 pub const PATH_PIN: &str = "/admin/v1/prefix/pin";
 /// `POST` [`PrefixRequest`]: [`PinResponse`].
 pub const PATH_UNPIN: &str = "/admin/v1/prefix/unpin";
+/// `POST` a [`PrefixRequest`] as `prefix`, and from 1 to 16 of [`HintAction`] as `actions`, which
+/// are carried out in order: [`HintsResponse`].
+pub const PATH_HINTS: &str = "/admin/v1/prefix/hints";
 
 /// Error code of a request that was sent to the port of the other API.
 pub const CODE_WRONG_PORT: &str = "wrong_port";
@@ -87,6 +90,15 @@ pub struct PrefixRequest {
     pub messages: Option<Vec<ChatMessage>>,
 }
 
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct InspectRequest {
+    #[serde(flatten)]
+    pub prefix: PrefixRequest,
+    /// Asks why pages are missing: see [`PageStatus::miss`].
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub why: bool,
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InspectResponse {
     pub model: String,
@@ -108,6 +120,21 @@ pub struct PageStatus {
     /// Null if the page has no pin, or if its node cannot report pins.
     #[serde(default)]
     pub pin: Option<PinStatus>,
+    /// Reason why the page is missing, if the request asks for it and the page's node tells it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub miss: Option<MissStatus>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MissStatus {
+    /// `never_stored`, `evicted`, `expired`, `forgotten`, `other_namespace`, `retired`,
+    /// `being_put`, `recovering` or `device_failing`. `docs/protocol.md` explains them.
+    pub reason: String,
+    /// Time of the event, in milliseconds since 1970. Null if it is unknown, or if there was none.
+    pub at_unix_ms: Option<u64>,
+    /// Fields by which the nearest namespace with the page differs.
+    #[serde(default)]
+    pub differing: Vec<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -168,6 +195,63 @@ pub struct PinResponse {
     pub pages: u32,
     pub pinned: u32,
     pub complete: bool,
+}
+
+/// Advice of a gateway about the pages of a prefix, as vLLM's tiers take it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HintAction {
+    pub action: HintKind,
+    /// Duration in seconds. `retain` and `pin` need it, and the others have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<u64>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum HintKind {
+    /// Keep pages in L2 that are there, as far as the namespace's share of soft pins allows.
+    Retain,
+    /// Load pages from L3 into L2.
+    Prefetch,
+    /// Load pages and keep them in L2, as hard pins.
+    Pin,
+    /// Evict pages before others.
+    Demote,
+    /// Delete pages durably.
+    Forget,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HintsResponse {
+    /// Whole pages of the prefix.
+    pub pages: u32,
+    /// One per action, in their order.
+    pub results: Vec<HintResult>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HintResult {
+    pub action: HintKind,
+    pub status: HintStatus,
+    /// Pages that the action reached.
+    pub pages: u32,
+    /// Reason of a node to refuse, in its words.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum HintStatus {
+    /// Carried out for all pages that the store has.
+    Accepted,
+    /// Carried out for fewer pages, or for a shorter time, because of a quota or limit.
+    Clipped,
+    /// Not carried out now: a node did not answer, or has not finished. Repeat it later.
+    Deferred,
+    /// The store has none of the pages.
+    Missing,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -8,8 +8,8 @@
 //! - Every failure has the body [`ErrorResponse`](super::api::ErrorResponse).
 
 use super::api::{
-    CODE_WRONG_PORT, EngineStatus, ModelStatus, PATH_FORGET, PATH_HEALTH, PATH_INSPECT, PATH_METRICS, PATH_PIN,
-    PATH_STATUS, PATH_UNPIN, PATH_WARM, StatusResponse,
+    CODE_WRONG_PORT, EngineStatus, HintAction, HintKind, ModelStatus, PATH_FORGET, PATH_HEALTH, PATH_HINTS,
+    PATH_INSPECT, PATH_METRICS, PATH_PIN, PATH_STATUS, PATH_UNPIN, PATH_WARM, StatusResponse,
 };
 use super::error::AdminError;
 use super::prefix::{Prefix, PrefixInput};
@@ -35,6 +35,11 @@ const STATUS_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum time of a prefix request. Warming is the slowest: it may compute the whole prefix.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
+/// Maximum number of actions in one request for hints.
+const HINTS_MAX: usize = 16;
+/// Time that stays for the answer after the last action. Late actions are deferred, and the answer
+/// still tells what the others did.
+const HINTS_ANSWER_TIME: Duration = Duration::from_secs(5);
 /// Maximum duration of a pin in seconds: 30 days, the limit of the store's protocol.
 const PIN_SECONDS_MAX: u64 = 30 * 24 * 3600;
 
@@ -48,6 +53,7 @@ pub(crate) fn routes(router: Arc<RouterState>) -> Router {
         .route(PATH_FORGET, post(forget))
         .route(PATH_PIN, post(pin))
         .route(PATH_UNPIN, post(unpin))
+        .route(PATH_HINTS, post(hints))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .with_state(router)
@@ -118,8 +124,10 @@ fn models(router: &RouterState) -> Vec<ModelStatus> {
 
 async fn inspect(State(router): State<Arc<RouterState>>, body: RequestBody) -> Result<Response, AdminError> {
     with_time_limit(async {
-        let prefix = resolve_prefix(router, body).await?;
-        prefix.inspect(deadline()).await
+        let peer = body.peer;
+        let ((model, input, why), _charge) = parse(&router, body, take_inspection).await?;
+        let prefix = Prefix::resolve(router, model, input, (peer, deadline())).await?;
+        prefix.inspect(why, deadline()).await
     })
     .await
 }
@@ -161,6 +169,17 @@ async fn unpin(State(router): State<Arc<RouterState>>, body: RequestBody) -> Res
     .await
 }
 
+async fn hints(State(router): State<Arc<RouterState>>, body: RequestBody) -> Result<Response, AdminError> {
+    with_time_limit(async {
+        let peer = body.peer;
+        let deadline = deadline() - HINTS_ANSWER_TIME;
+        let (HintsOrder { model, input, actions }, _charge) = parse(&router, body, HintsOrder::take).await?;
+        let prefix = Prefix::resolve(router, model, input, (peer, deadline)).await?;
+        Ok(Json(prefix.carry_out(&actions, deadline).await).into_response())
+    })
+    .await
+}
+
 fn deadline() -> Instant {
     Instant::now() + REQUEST_TIMEOUT
 }
@@ -196,6 +215,12 @@ async fn parse<T: Send + 'static>(
     parsed.await.map_err(|error| AdminError::internal("read the request", error))?
 }
 
+fn take_inspection(fields: &mut Fields<'_>) -> Result<(Option<String>, PrefixInput, bool), AdminError> {
+    let why = fields.take("why")?.unwrap_or(false);
+    let (model, input) = take_prefix(fields)?;
+    Ok((model, input, why))
+}
+
 fn take_prefix(fields: &mut Fields<'_>) -> Result<(Option<String>, PrefixInput), AdminError> {
     const ONE_OF: &str = "give exactly one of 'text', 'tokens' and 'messages'";
     let model = fields.take("model")?;
@@ -219,6 +244,33 @@ fn take_prefix(fields: &mut Fields<'_>) -> Result<(Option<String>, PrefixInput),
         }
     };
     Ok((model, input))
+}
+
+struct HintsOrder {
+    model: Option<String>,
+    input: PrefixInput,
+    actions: Vec<HintAction>,
+}
+
+impl HintsOrder {
+    fn take(fields: &mut Fields<'_>) -> Result<Self, AdminError> {
+        let mut prefix: Fields<'_> = fields.require("prefix")?;
+        let (model, input) = take_prefix(&mut prefix)?;
+        prefix.refuse_rest()?;
+        let actions: Vec<HintAction> = fields.require("actions")?;
+        if !(1..=HINTS_MAX).contains(&actions.len()) {
+            let message = format!("'actions' has {} entries; it must have from 1 to {HINTS_MAX}", actions.len());
+            return Err(AdminError::bad_request(message));
+        }
+        for HintAction { action, seconds } in &actions {
+            let has_duration = matches!(action, HintKind::Retain | HintKind::Pin);
+            if seconds.map_or(has_duration, |seconds| !has_duration || seconds == 0) {
+                let message = "'seconds' must be above 0 for retain and pin, and absent for other actions";
+                return Err(AdminError::bad_request(message));
+            }
+        }
+        Ok(Self { model, input, actions })
+    }
 }
 
 struct PinOrder {

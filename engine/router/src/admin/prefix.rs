@@ -1,8 +1,12 @@
-//! Operations on the pages of a prefix: inspect, warm, pin and forget.
+//! Operations on the pages of a prefix: inspect, warm, pin and forget; hints.
 //!
 //! Only whole pages count. Tokens after the last whole page belong to no page yet.
 
-use super::api::{ForgetResponse, InspectResponse, PageStatus, PinResponse, PinStatus, PinStrength, WarmResponse};
+mod hints;
+
+use super::api::{
+    ForgetResponse, InspectResponse, MissStatus, PageStatus, PinResponse, PinStatus, PinStrength, WarmResponse,
+};
 use super::error::AdminError;
 use crate::RouterState;
 use crate::calls::{CallError, remaining_ms};
@@ -14,7 +18,7 @@ use crate::templates::TextCharge;
 use crate::tokenise::{EncodeError, TOO_SLOW, encode, text_bytes_max};
 use axum::http::StatusCode;
 use axum::response::Response;
-use larder_client::{PagePin, PinKind, Pinned, Tier};
+use larder_client::{Explanation, MissReason, PagePin, PinKind, Pinned, Tier};
 use larder_format::PageKey;
 use larder_http::{PeerAddress, PeerCharge};
 use larder_model::{ChatMessage, RenderOptions};
@@ -41,6 +45,9 @@ const FORGET_HOLD: Duration = Duration::from_secs(60);
 /// Maximum time of the store to forget pages. With the calls to the engines it is shorter than the
 /// hold.
 const FORGET_STORE_TIMEOUT: Duration = Duration::from_secs(45);
+/// Maximum number of missing pages that are explained. It bounds the searches of the nodes, and the
+/// reasons in the answer. The first ones tell why a prefix ends.
+const EXPLAINED_MAX: usize = 1024;
 const PUBLISHED_INTERVAL: Duration = Duration::from_millis(20);
 
 pub(crate) enum PrefixInput {
@@ -126,18 +133,40 @@ impl Prefix {
         pins
     }
 
-    /// Answers with the status of all pages. The prefix stays charged until the answer is sent.
-    pub(crate) async fn inspect(self, deadline: Instant) -> Result<Response, AdminError> {
+    /// Reasons of the pages without a tier, in the order of all pages.
+    async fn explain_missing(&self, tiers: &[Option<Tier>], deadline: Instant) -> Vec<Option<Explanation>> {
+        let mut explanations = vec![None; tiers.len()];
+        let missing = (0..tiers.len()).filter(|&index| tiers[index].is_none());
+        let missing: Vec<usize> = missing.take(EXPLAINED_MAX).collect();
+        if missing.is_empty() {
+            return explanations;
+        }
+        let keys = missing.iter().map(|&index| self.keys[index]).collect();
+        let answers = self.model.pages.explain(keys, deadline.into_std()).await;
+        for (index, answer) in missing.into_iter().zip(answers) {
+            explanations[index] = answer;
+        }
+        explanations
+    }
+
+    /// Answers with the status of all pages, and with the reasons of missing ones if `why` asks for
+    /// them. The prefix stays charged until the answer is sent.
+    pub(crate) async fn inspect(self, why: bool, deadline: Instant) -> Result<Response, AdminError> {
         let page_tokens = self.model.page_tokens as u32;
         let (tiers, pins) = tokio::join!(self.locate(deadline), self.pins(deadline));
-        let statuses = (0..).zip(self.keys.iter()).zip(tiers.into_iter().zip(pins));
-        let pages = statuses.map(|((index, key), (tier, pin))| PageStatus {
+        let explanations = match why {
+            true => self.explain_missing(&tiers, deadline).await,
+            false => vec![None; tiers.len()],
+        };
+        let statuses = (0..).zip(self.keys.iter()).zip(tiers.into_iter().zip(pins)).zip(explanations);
+        let pages = statuses.map(|(((index, key), (tier, pin)), explanation)| PageStatus {
             index,
             key: key.to_string(),
             token_start: index * page_tokens,
             token_end: (index + 1) * page_tokens,
             tier,
             pin: pin.and_then(pin_status),
+            miss: explanation.and_then(miss_status),
         });
         let answer = InspectResponse {
             model: self.model.name.clone(),
@@ -284,6 +313,27 @@ fn pin_status(pin: PagePin) -> Option<PinStatus> {
         PinKind::Hard => PinStrength::Hard,
     };
     Some(PinStatus { kind, seconds_left: pin.remaining_ms.div_ceil(1000) })
+}
+
+fn miss_status(explanation: Explanation) -> Option<MissStatus> {
+    let reason = match explanation.reason {
+        // The page came between the two questions.
+        MissReason::Present => return None,
+        MissReason::NeverStored => "never_stored",
+        MissReason::Evicted => "evicted",
+        MissReason::Expired => "expired",
+        MissReason::Forgotten => "forgotten",
+        MissReason::OtherNamespace => "other_namespace",
+        MissReason::Retired => "retired",
+        MissReason::BeingPut => "being_put",
+        MissReason::Recovering => "recovering",
+        MissReason::DeviceFailing => "device_failing",
+    };
+    Some(MissStatus {
+        reason: reason.into(),
+        at_unix_ms: Some(explanation.at_unix_ms).filter(|&time| time > 0),
+        differing: explanation.differing.names().map(str::to_string).collect(),
+    })
 }
 
 fn count_outcomes(before: &[Option<Tier>], after: &[Option<Tier>]) -> WarmResponse {

@@ -207,6 +207,7 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
     let charges = prepare::charges(endpoint, &lengths, common.best_of)?;
     let charges: Result<Vec<_>, _> =
         charges.into_iter().map(|units| prepare::charge(&request.router, request.peer, units)).collect();
+    let together = prepare::prompts_together(&request, &model, &lengths, &common, &permit)?;
     let meta = ResponseMeta {
         endpoint,
         id: format!("{}-{}", endpoint.id_prefix(), super::random_id()),
@@ -229,10 +230,9 @@ pub(crate) async fn begin(job: AnswerJob) -> Result<StartedAnswer, ApiError> {
     let starts = jobs.map(|(at, ((prompt, limit), charge))| {
         start_prompt(context.clone(), PromptJob { at: at as u32, prompt, limit, charge }).boxed()
     });
-    let places = permit.units() / best_of as usize;
     Ok(StartedAnswer {
         meta,
-        prompts: PromptQueue::start(starts.collect(), places).await?,
+        prompts: PromptQueue::start(starts.collect(), together).await?,
         answers,
         usage_totals: UsageTotals::new(prompt_tokens, best_of),
         stream_options,

@@ -7,12 +7,12 @@ use super::fields::{BoundedList, Fields, is_empty};
 use super::tool_parser::ToolFormat;
 use super::tools::{ToolChoice, ToolRequest};
 use super::types::{CommonParams, is_false};
-use crate::constraints::ConstraintError;
 use crate::metrics::RefusalReason;
 use crate::models::ServedModel;
 use crate::route::RouteError;
 use larder_model::constraint::CONSTRAINT_BYTES_MAX;
 use larder_model::{CallConstraint, CallForm, CallableFunction, Constraint, Otherwise};
+use larder_worker::trials::TrialError;
 use serde_json::value::RawValue;
 use std::sync::Arc;
 
@@ -205,17 +205,17 @@ pub(super) async fn check(request: &RequestContext, common: &CommonParams) -> Re
     let tried = request.router.constraints.try_out(constraint, request.peer, request.deadline).await;
     let metrics = &request.router.metrics;
     tried.map_err(|error| match error {
-        ConstraintError::Refused(_) => ApiError::field(field, format!("'{field}' is not valid: {error}")),
-        ConstraintError::Exceeded => {
+        TrialError::Refused(_) => ApiError::field(field, format!("'{field}' is not valid: {error}")),
+        TrialError::Exceeded => {
             metrics.count_refusal(RefusalReason::ConstraintExceeded);
             ApiError::field(field, format!("'{field}' {error}; simplify it")).code("constraint_exceeded")
         }
-        ConstraintError::Busy => {
+        TrialError::Busy => {
             metrics.count_refusal(RefusalReason::ConstraintBusy);
             ApiError::overloaded(error.to_string(), 1)
         }
-        ConstraintError::Deadline => RouteError::Deadline.into(),
-        ConstraintError::Start(error) => ApiError::internal("check the constraint", error),
+        TrialError::Deadline => RouteError::Deadline.into(),
+        TrialError::Start(error) => ApiError::internal("check the constraint", error),
     })
 }
 

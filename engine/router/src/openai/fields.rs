@@ -50,6 +50,22 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Takes a field that has two names. Some clients send both, for compatibility with older
+    /// servers. Fails if their values differ, because one of them would have no effect.
+    pub(super) fn take_either<T: Deserialize<'a> + PartialEq>(
+        &mut self,
+        name: &str,
+        other: &str,
+    ) -> Result<Option<T>, ApiError> {
+        let value: Option<T> = self.take(name)?;
+        let same: Option<T> = self.take(other)?;
+        if value.is_some() && same.is_some() && value != same {
+            let message = format!("'{other}' and '{name}' mean the same, and their values differ");
+            return Err(ApiError::field(other, message));
+        }
+        Ok(value.or(same))
+    }
+
     pub(crate) fn require<T: Deserialize<'a>>(&mut self, name: &str) -> Result<T, ApiError> {
         self.take(name)?.ok_or_else(|| ApiError::field(name, format!("'{name}' is required")))
     }

@@ -70,13 +70,16 @@ impl<'de> Deserialize<'de> for ContentPart {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let mut fields = Fields::deserialize(deserializer)?;
         let kind: String = take_inner(&mut fields, "type")?.ok_or_else(|| D::Error::missing_field("type"))?;
-        let text = take_inner(&mut fields, "text")?.unwrap_or_default();
+        let text: Option<String> = take_inner(&mut fields, "text")?;
         if kind == "text" {
+            if text.is_none() {
+                return Err(D::Error::missing_field("text"));
+            }
             // A hint for caches, which this server does not need.
             fields.ignore("cache_control");
             refuse_rest_inner(&fields)?;
         }
-        Ok(Self { kind, text })
+        Ok(Self { kind, text: text.unwrap_or_default() })
     }
 }
 

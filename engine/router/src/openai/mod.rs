@@ -11,8 +11,9 @@
 //! `completions`, `chat`, `responses` and `native` are the endpoints. `prepare` tokenises and
 //! admits prompts, and `answer` runs their choices within their [`constraint`]. [`tools`] and
 //! [`tool_parser`] find calls of tools in answers. `whole` and `stream` write them, with `logprobs`
-//! and `usage`. `tokens` and `operations` are the paths without a model's answer, and `cors` opens
-//! paths to web pages. [`errors`] has the error bodies.
+//! and `usage`. `event_room` bounds events that wait for their client. `tokens` and `operations`
+//! are the paths without a model's answer, and `cors` opens paths to web pages. [`errors`] has the
+//! error bodies.
 
 mod answer;
 mod chat;
@@ -22,6 +23,8 @@ pub mod constraint;
 mod cors;
 mod echo;
 pub mod errors;
+mod event_room;
+pub(crate) use event_room::EVENTS_BYTES_MAX;
 pub mod fields;
 mod logprobs;
 pub mod messages;

@@ -139,9 +139,9 @@ fn take_prompts(fields: &mut Fields<'_>) -> Result<(Vec<PromptInput>, bool), Api
 
 fn take_common(params: &mut Fields<'_>, stream: bool) -> Result<CommonParams, ApiError> {
     params.ignore("spaces_between_special_tokens");
+    let seed: Option<i64> = params.take_either("sampling_seed", "seed")?;
     let mut sampling = RequestedSampling::take(params)?;
-    let seed: Option<i64> = params.take("sampling_seed")?;
-    sampling.rest.seed = sampling.rest.seed.or(seed.map(|seed| seed as u64));
+    sampling.rest.seed = seed.map(|seed| seed as u64);
     sampling.rest.include_stop |= params.take("no_stop_trim")?.unwrap_or(false);
     let max_tokens: u32 = params.take("max_new_tokens")?.unwrap_or(NEW_TOKENS_DEFAULT);
     if max_tokens == 0 {

@@ -266,6 +266,45 @@ pub(crate) fn charges(endpoint: Endpoint, lengths: &[usize], choices: u32) -> Re
     Ok(charges)
 }
 
+/// Number of prompts of a request that run together: as many as it has places for, and as its
+/// engines have room for the choices of.
+///
+/// # Errors
+/// 400 if the engines never have room for all choices of one prompt. 503 if they had within the
+/// last minute: an engine that left may return.
+pub(crate) fn prompts_together(
+    request: &RequestContext,
+    model: &ServedModel,
+    lengths: &[usize],
+    common: &CommonParams,
+    permit: &PeerCharge,
+) -> Result<usize, ApiError> {
+    let choices = common.best_of as usize;
+    let tokens = lengths.iter().copied().max().unwrap_or_default();
+    let sampling = common.sampling_of(0, 1, model.tokenizer.generation_defaults());
+    let parameter_bytes = serde_json::to_vec(&sampling).map_or(0, |json| json.len());
+    let engines = &request.router.engines;
+    let most = engines.requests_at_once(Role::Decode, model.namespace, tokens, parameter_bytes);
+    let most = most.unwrap_or(usize::MAX);
+    if choices > most {
+        let lately = engines.requests_at_once_lately(Role::Decode, model.namespace, tokens, parameter_bytes);
+        if lately.is_none_or(|lately| choices <= lately) {
+            let message = format!(
+                "the request needs {choices} answers to a prompt of {tokens} tokens; an engine left, and the others \
+                 have room for {most} of them at once. Try again later, or ask for fewer answers."
+            );
+            return Err(ApiError::unavailable(message));
+        }
+        // The engines would be busy each time, and invite retries. None of them could succeed.
+        let message = format!(
+            "the request needs {choices} answers to a prompt of {tokens} tokens; the engines of this model have room \
+             for {most} such answers of a server at once. Please ask for fewer answers or a shorter prompt."
+        );
+        return Err(ApiError::field("n", message));
+    }
+    Ok((permit.units() / choices).min(most / choices))
+}
+
 /// Takes the charge of a prompt.
 ///
 /// # Errors

@@ -6,7 +6,7 @@ use super::PROMPT_CHARGE_BYTES;
 use super::answer::ResponseMeta;
 use super::errors::ApiError;
 use super::fields::Fields;
-use super::tools::{AnswerPart, ToolSplitter};
+use super::tools::{AnswerPart, CallHead, ToolSplitter};
 use super::types::Usage;
 use super::whole::{AnswerCharge, ChargedBody};
 use bytes::Bytes;
@@ -160,18 +160,22 @@ fn message_item(id: &str, status: &str, content: &[Value]) -> Value {
     json!({"id": id, "type": "message", "status": status, "role": "assistant", "content": content})
 }
 
-/// Message to which text is still added.
-#[derive(Debug)]
-struct OpenMessage {
-    id: String,
-    text: String,
+fn call_item(id: &str, status: &str, head: &CallHead, arguments: &str) -> Value {
+    json!({"id": id, "type": "function_call", "status": status, "call_id": head.id, "name": head.name,
+        "arguments": arguments})
+}
+
+/// Item to which the model still adds.
+enum OpenItem {
+    Message { id: String, text: String },
+    Call { id: String, head: CallHead, arguments: String },
 }
 
 /// Writes the answer of one choice as items. Each step returns its events, in order.
 #[derive(Default)]
 pub(crate) struct ResponseWriter {
     items: Vec<Value>,
-    open: Option<OpenMessage>,
+    open: Option<OpenItem>,
     /// Events so far.
     sequence: u64,
     status: Option<&'static str>,
@@ -197,33 +201,27 @@ impl ResponseWriter {
         events.bytes.into()
     }
 
-    /// Events of a call, an entry of the chat endpoint's `tool_calls`.
-    pub(crate) fn call(&mut self, call: &Value) -> Bytes {
+    /// Events of the beginning of a call.
+    pub(crate) fn call(&mut self, head: CallHead) -> Bytes {
         let mut events = Events::default();
-        self.close_message(&mut events, COMPLETED);
-        let (id, function) = (new_id("fc"), &call["function"]);
-        let (at, arguments) = (self.items.len(), &function["arguments"]);
-        let item = |status: &str, arguments: &Value| {
-            json!({"id": id, "type": "function_call", "status": status, "call_id": call["id"],
-                "name": function["name"], "arguments": arguments})
-        };
-        let begun = item(IN_PROGRESS, &json!(""));
-        self.event(&mut events, json!({"type": "response.output_item.added", "output_index": at, "item": begun}));
-        self.event(
-            &mut events,
-            json!({"type": "response.function_call_arguments.delta", "item_id": id, "output_index": at,
-                "delta": arguments}),
-        );
-        self.event(
-            &mut events,
-            json!({"type": "response.function_call_arguments.done", "item_id": id, "output_index": at,
-                "name": function["name"], "arguments": arguments}),
-        );
-        self.items.push(item(COMPLETED, arguments));
-        self.event(
-            &mut events,
-            json!({"type": "response.output_item.done", "output_index": at, "item": self.items[at]}),
-        );
+        self.close_item(&mut events, COMPLETED);
+        let id = new_id("fc");
+        let (at, item) = (self.items.len(), call_item(&id, IN_PROGRESS, &head, ""));
+        self.event(&mut events, json!({"type": "response.output_item.added", "output_index": at, "item": item}));
+        self.open = Some(OpenItem::Call { id, head, arguments: String::new() });
+        events.bytes.into()
+    }
+
+    /// Events of the next part of the arguments of the call that has begun.
+    pub(crate) fn arguments(&mut self, json: &str) -> Bytes {
+        let mut events = Events::default();
+        let at = self.items.len();
+        if let Some(OpenItem::Call { id, arguments, .. }) = &mut self.open {
+            arguments.push_str(json);
+            let kind = "response.function_call_arguments.delta";
+            let event = json!({"type": kind, "item_id": id, "output_index": at, "delta": json});
+            self.event(&mut events, event);
+        }
         events.bytes.into()
     }
 
@@ -264,9 +262,9 @@ impl ResponseWriter {
     }
 
     fn add_text(&mut self, events: &mut Events, text: &str) {
-        let at = self.items.len();
-        if self.open.is_none() {
-            let id = new_id("msg");
+        if !matches!(self.open, Some(OpenItem::Message { .. })) {
+            self.close_item(events, COMPLETED);
+            let (at, id) = (self.items.len(), new_id("msg"));
             let item = message_item(&id, IN_PROGRESS, &[]);
             self.event(events, json!({"type": "response.output_item.added", "output_index": at, "item": item}));
             self.event(
@@ -274,41 +272,54 @@ impl ResponseWriter {
                 json!({"type": "response.content_part.added", "item_id": id, "output_index": at, "content_index": 0,
                     "part": text_part("")}),
             );
-            self.open = Some(OpenMessage { id, text: String::new() });
+            self.open = Some(OpenItem::Message { id, text: String::new() });
         }
-        let Some(open) = &mut self.open else { return };
-        open.text.push_str(text);
-        let id = open.id.clone();
-        self.event(
-            events,
-            json!({"type": "response.output_text.delta", "item_id": id, "output_index": at, "content_index": 0,
-                "delta": text, "logprobs": []}),
-        );
+        let at = self.items.len();
+        if let Some(OpenItem::Message { id, text: so_far }) = &mut self.open {
+            so_far.push_str(text);
+            let event = json!({"type": "response.output_text.delta", "item_id": id, "output_index": at,
+                "content_index": 0, "delta": text, "logprobs": []});
+            self.event(events, event);
+        }
     }
 
-    /// Ends the open message. Its answer has at least one item.
+    /// Ends the open item. Its answer has at least one item.
     fn finish_items(&mut self, events: &mut Events, status: &str) {
         if self.items.is_empty() && self.open.is_none() {
             self.add_text(events, "");
         }
-        self.close_message(events, status);
+        self.close_item(events, status);
     }
 
-    fn close_message(&mut self, events: &mut Events, status: &str) {
-        let Some(OpenMessage { id, text }) = self.open.take() else { return };
-        let (at, part) = (self.items.len(), text_part(&text));
-        self.event(
-            events,
-            json!({"type": "response.output_text.done", "item_id": id, "output_index": at, "content_index": 0,
-                "text": text, "logprobs": []}),
-        );
-        self.event(
-            events,
-            json!({"type": "response.content_part.done", "item_id": id, "output_index": at, "content_index": 0,
-                "part": part}),
-        );
-        self.items.push(message_item(&id, status, &[part]));
-        self.event(events, json!({"type": "response.output_item.done", "output_index": at, "item": self.items[at]}));
+    fn close_item(&mut self, events: &mut Events, status: &str) {
+        let at = self.items.len();
+        let item = match self.open.take() {
+            None => return,
+            Some(OpenItem::Message { id, text }) => {
+                let part = text_part(&text);
+                self.event(
+                    events,
+                    json!({"type": "response.output_text.done", "item_id": id, "output_index": at, "content_index": 0,
+                        "text": text, "logprobs": []}),
+                );
+                self.event(
+                    events,
+                    json!({"type": "response.content_part.done", "item_id": id, "output_index": at,
+                        "content_index": 0, "part": part}),
+                );
+                message_item(&id, status, &[part])
+            }
+            Some(OpenItem::Call { id, head, arguments }) => {
+                self.event(
+                    events,
+                    json!({"type": "response.function_call_arguments.done", "item_id": id, "output_index": at,
+                        "name": head.name, "arguments": arguments}),
+                );
+                call_item(&id, status, &head, &arguments)
+            }
+        };
+        self.event(events, json!({"type": "response.output_item.done", "output_index": at, "item": item}));
+        self.items.push(item);
     }
 
     fn response_event(&mut self, events: &mut Events, kind: &str, response: &ResponseObject<'_>) {
@@ -359,7 +370,8 @@ pub(crate) fn whole(meta: &ResponseMeta, text: &str, reason: FinishReason, usage
         match part {
             AnswerPart::Text(text) if text.is_empty() => {}
             AnswerPart::Text(text) => writer.add_text(&mut events, &text),
-            AnswerPart::Call(call) => drop(writer.call(&call)),
+            AnswerPart::Call(head) => drop(writer.call(head)),
+            AnswerPart::Arguments { json, .. } => drop(writer.arguments(&json)),
         }
         // The items are all that counts here.
         events.bytes.clear();

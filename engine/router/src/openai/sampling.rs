@@ -65,9 +65,8 @@ impl RequestedSampling {
 
 /// Takes `min_tokens`, or its name in SGLang's API.
 fn take_min_tokens(fields: &mut Fields<'_>) -> Result<usize, ApiError> {
-    let sglang: Option<u32> = fields.take("min_new_tokens")?;
-    let min_tokens: Option<u32> = fields.take("min_tokens")?;
-    Ok(min_tokens.or(sglang).unwrap_or(0) as usize)
+    let min_tokens: Option<u32> = fields.take_either("min_tokens", "min_new_tokens")?;
+    Ok(min_tokens.unwrap_or(0) as usize)
 }
 
 fn take_logit_bias(fields: &mut Fields<'_>) -> Result<Vec<(u32, f32)>, ApiError> {

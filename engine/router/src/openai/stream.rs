@@ -11,6 +11,7 @@
 
 use super::answer::{Choice, Endpoint, ResponseMeta, StartedAnswer};
 use super::errors::ApiError;
+use super::event_room::EventRoom;
 use super::logprobs::{self, TokenEntry};
 use super::native::NativeState;
 use super::responses_output::{self, ResponseWriter};
@@ -34,8 +35,11 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
-/// Events buffered for a slow client. A full buffer applies backpressure to the engines' streams.
+/// Events buffered for a slow client, if there is room for them. A full buffer applies backpressure
+/// to the engines' streams.
 const EVENTS_AHEAD_MAX: usize = 16;
+/// Copies of an answer of [`Endpoint::Native`]: its state, and a chunk that is being written.
+const NATIVE_COPIES: usize = 2;
 
 enum ChoiceEvent {
     /// Part of the echoed prompt.
@@ -57,10 +61,10 @@ enum ChoiceEvent {
 }
 
 pub(crate) fn respond(started: StartedAnswer, record: Option<RequestRecord>) -> Response {
-    let deadline = started.deadline;
+    let (deadline, room) = (started.deadline, EventRoom::new(started.answers.clone()));
     // The status is sent with the first event. All choices have their first token by now, so 200 is
     // justified.
-    let events = buffered(EventSource::new(started, record), deadline);
+    let events = buffered(EventSource::new(started, record), room, deadline);
     let body = Body::from_stream(events.map(Ok::<_, Infallible>));
     ([(CONTENT_TYPE, "text/event-stream; charset=utf-8"), (CACHE_CONTROL, "no-cache")], body).into_response()
 }
@@ -68,10 +72,10 @@ pub(crate) fn respond(started: StartedAnswer, record: Option<RequestRecord>) -> 
 /// Moves the events of `source` through a bounded buffer, with a task that drops the source at
 /// `deadline` even if the client has stopped reading. Without it, a stalled client would hold
 /// engines and permits for as long as its connection lasts.
-fn buffered(source: EventSource, deadline: Instant) -> impl Stream<Item = Bytes> + Send + 'static {
+fn buffered(source: EventSource, room: EventRoom, deadline: Instant) -> impl Stream<Item = Bytes> + Send + 'static {
     let (sender, receiver) = mpsc::channel(EVENTS_AHEAD_MAX);
     // Dropping the body drops this handle. That aborts the task and with it every generation.
-    let pump = AbortOnDropHandle::new(tokio::spawn(pump(source, sender, deadline)));
+    let pump = AbortOnDropHandle::new(tokio::spawn(pump(source, room, sender, deadline)));
     let live = unfold(receiver, |mut receiver| async move { Some((receiver.recv().await?, receiver)) });
     let rest = once(pump).flat_map(|rest| {
         // A stream that stopped in any other way must not look complete.
@@ -82,15 +86,21 @@ fn buffered(source: EventSource, deadline: Instant) -> impl Stream<Item = Bytes>
 }
 
 /// Sends all events to a client's buffer. Returns the events that end the stream if the client does
-/// not read until `deadline`.
-async fn pump(mut source: EventSource, sender: mpsc::Sender<Bytes>, deadline: Instant) -> VecDeque<Bytes> {
+/// not read until `deadline`, or if there is no memory for an event.
+async fn pump(
+    mut source: EventSource,
+    room: EventRoom,
+    sender: mpsc::Sender<Bytes>,
+    deadline: Instant,
+) -> VecDeque<Bytes> {
     while let Some(bytes) = source.next().await {
-        match timeout_at(deadline, sender.send(bytes)).await {
-            Ok(Ok(())) => {}
+        let send = async { Ok::<_, RouteError>(sender.send(room.hold(bytes).await?).await.is_ok()) };
+        match timeout_at(deadline, send).await.unwrap_or(Err(RouteError::Deadline)) {
+            Ok(true) => {}
             // The client disconnected.
-            Ok(Err(_)) => break,
-            Err(_) => {
-                source.fail(RouteError::Deadline.into());
+            Ok(false) => break,
+            Err(error) => {
+                source.fail(error.into());
                 return std::mem::take(&mut source.ready);
             }
         }
@@ -203,11 +213,9 @@ impl EventSource {
 /// Copies of an answer that a slow reader leaves in memory.
 fn copies(meta: &ResponseMeta) -> usize {
     match meta {
-        // Each chunk has the whole text so far.
-        ResponseMeta { endpoint: Endpoint::Native, .. } => EVENTS_AHEAD_MAX + 2,
+        // Each chunk has the whole text so far. Those that wait have room.
+        ResponseMeta { endpoint: Endpoint::Native, .. } => NATIVE_COPIES,
         ResponseMeta { response: Some(_), .. } => responses_output::STREAM_COPIES,
-        // Calls are held back until they are complete.
-        ResponseMeta { tools: Some(_), .. } => 1,
         _ => 0,
     }
 }
@@ -284,15 +292,26 @@ impl ChunkWriter {
     fn parts(&mut self, index: u32, parts: Vec<AnswerPart>, usage: &Usage) -> Vec<Bytes> {
         let chunk = |part| match part {
             AnswerPart::Text(text) => self.text(index, &text, &[], usage),
-            AnswerPart::Call(call) => {
-                if let Some(response) = &mut self.response {
-                    return response.call(&call);
+            AnswerPart::Call(head) => match &mut self.response {
+                Some(response) => response.call(head),
+                None => {
+                    let mut call = head.json("");
+                    call["index"] = json!(head.index);
+                    self.call(index, &call, usage)
                 }
-                let choice = chat_choice(index, json!({"tool_calls": [call]}), None);
-                self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
-            }
+            },
+            AnswerPart::Arguments { index: call, json } => match &mut self.response {
+                Some(response) => response.arguments(&json),
+                None => self.call(index, &json!({"index": call, "function": {"arguments": json}}), usage),
+            },
         };
         parts.into_iter().map(chunk).collect()
+    }
+
+    /// Chunk of an entry of `tool_calls`: its beginning, or more of its arguments.
+    fn call(&self, index: u32, entry: &Value, usage: &Usage) -> Bytes {
+        let choice = chat_choice(index, json!({"tool_calls": [entry]}), None);
+        self.chunk(vec![choice], self.options.continuous_usage.then_some(usage))
     }
 
     fn text(&mut self, index: u32, text: &str, tokens: &[TokenEntry], usage: &Usage) -> Bytes {
@@ -452,9 +471,9 @@ mod tests {
     fn texts_that_stay_in_memory_are_charged() {
         let chat = ResponseMeta::for_tests(Endpoint::Chat);
         assert_eq!((copies(&chat), copies(&ResponseMeta::for_tests(Endpoint::Completion))), (0, 0));
-        assert_eq!(copies(&ResponseMeta::for_tests(Endpoint::Native)), EVENTS_AHEAD_MAX + 2);
+        assert_eq!(copies(&ResponseMeta::for_tests(Endpoint::Native)), NATIVE_COPIES);
         let rules = ToolRules { format: ToolFormat::Hermes, is_parallel: true };
-        assert_eq!(copies(&ResponseMeta { tools: Some(rules), ..chat.clone() }), 1);
+        assert_eq!(copies(&ResponseMeta { tools: Some(rules), ..chat.clone() }), 0, "calls are not held back");
         let request = ResponseRequest::of(&Fields::default());
         assert_eq!(
             copies(&ResponseMeta { response: Some(Arc::new(request)), ..chat }),

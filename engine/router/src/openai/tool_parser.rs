@@ -1,11 +1,19 @@
 //! Calls of tools in the text of a model.
 //!
 //! Models write calls in one of a few formats, which their chat templates teach them. A
-//! [`ToolParser`] takes the text in pieces, and returns text for the client and whole calls.
+//! [`ToolParser`] takes the text in pieces. It returns text for the client, and calls as they are
+//! written.
+//!
+//! A call begins with its *head*: all that comes before the brace of its arguments. The parser
+//! holds a head back, and commits to the call at this brace. After that it returns the arguments at
+//! once, and nothing makes them text again.
 //!
 //! Invariants:
-//! - The pieces of a text give the same output, however the text is cut.
-//! - Text that looks like a call and is none reaches the client as text.
+//! - The pieces of a text give the same output, however the text is cut. So a stream and a whole
+//!   answer agree.
+//! - Text that looks like the head of a call and is none reaches the client as text.
+//! - The parser holds at most [`HELD_BYTES_MAX`] bytes between two characters. Its time is linear
+//!   in the text: it looks at a character a few times, and parses a head at most three times.
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -17,9 +25,10 @@ use std::str::FromStr;
 pub enum ToolFormat {
     /// `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen 2.5 and Qwen 3.
     Hermes,
-    /// `{"name": …, "parameters": {…}}` as the whole answer: Llama 3.1 to 3.3.
+    /// `{"name": …, "parameters": {…}}` at the beginning of the answer: Llama 3.1 to 3.3.
     Llama3,
-    /// `[TOOL_CALLS]` before a list of calls, or before `NAME[ARGS]{…}`: Mistral.
+    /// `[TOOL_CALLS]` before a list of calls, or before `NAME[ARGS]{…}`, in which newer models have
+    /// `[CALL_ID]` and an id after the name: Mistral.
     Mistral,
 }
 
@@ -75,259 +84,383 @@ const HERMES_BEGIN: &str = "<tool_call>";
 const HERMES_END: &str = "</tool_call>";
 const MISTRAL_BEGIN: &str = "[TOOL_CALLS]";
 const MISTRAL_ARGUMENTS: &str = "[ARGS]";
+/// Mark before the id of a call. Answers have ids of this server instead.
+const MISTRAL_ID: &str = "[CALL_ID]";
 const LLAMA_BEGIN: &str = "<|python_tag|>";
+
+/// Maximum length of the name of a function in characters, as in OpenAI's API.
+pub(crate) const NAME_LEN_MAX: usize = 64;
+/// Maximum size of the head of a call with the blanks before it. A longer one is text.
+pub(crate) const HELD_BYTES_MAX: usize = 4096;
+/// Maximum size of blanks that a call may remove. It leaves room for a head.
+const BLANKS_BYTES_MAX: usize = 1024;
+
+/// Returns `true` if a function may have this name, in a request and in an answer.
+pub(crate) fn is_function_name(name: &str) -> bool {
+    let is_letter = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
+    !name.is_empty() && name.len() <= NAME_LEN_MAX && name.chars().all(is_letter)
+}
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ToolPiece {
     Text(String),
-    Call(ParsedCall),
+    /// Begins a call of the function with this name.
+    Call(String),
+    /// Continues the arguments of the last call, as the model writes them.
+    Arguments(String),
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct ParsedCall {
-    pub(crate) name: String,
-    /// JSON object, as the model wrote it.
-    pub(crate) arguments: String,
-}
-
+/// Object of a call. `arguments` is `None` if it is absent or `null`.
 #[derive(Deserialize)]
 struct RawCall<'a> {
-    name: String,
+    name: Option<String>,
     #[serde(borrow, alias = "parameters")]
     arguments: Option<&'a RawValue>,
 }
 
-impl RawCall<'_> {
-    fn parsed(self) -> Option<ParsedCall> {
-        let arguments = self.arguments.map_or("{}", RawValue::get);
-        arguments.starts_with('{').then(|| ParsedCall { name: self.name, arguments: arguments.into() })
+/// Position in the text of a JSON object. The end of an object needs no more, and the arguments of
+/// a call need not be valid JSON.
+#[derive(Debug, Clone, Default)]
+struct Nesting {
+    depth: usize,
+    in_string: bool,
+    is_escaped: bool,
+}
+
+impl Nesting {
+    /// Returns `true` if `c` closes the object.
+    fn step(&mut self, c: char) -> bool {
+        if self.in_string {
+            let ends = c == '"' && !self.is_escaped;
+            self.is_escaped = c == '\\' && !self.is_escaped;
+            self.in_string = !ends;
+            return false;
+        }
+        match c {
+            '"' => self.in_string = true,
+            '{' | '[' => self.depth += 1,
+            '}' | ']' => {
+                self.depth -= 1;
+                return self.depth == 0;
+            }
+            _ => {}
+        }
+        false
     }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Outside calls. `held` has blanks, and the beginning of a mark.
+    Text,
+    /// Outside calls, and no call can follow: Llama 3 after text.
+    Plain,
+    /// After the mark of Mistral, which has three continuations.
+    Mark,
+    /// Before the arguments of Mistral's calls that are no objects.
+    Name,
+    /// Before the object of a call, and in it up to its arguments.
+    Head,
+    /// `in_object`: the arguments are a member of the object of a call.
+    Arguments { in_object: bool },
+    /// After the arguments, in the object of a call.
+    ArgumentsEnd,
+    /// In later members of the object of a call, which nothing uses.
+    Members,
+    /// After an object of Mistral's list of calls.
+    Item,
 }
 
 #[derive(Debug, Clone)]
 pub(crate) struct ToolParser {
     format: ToolFormat,
-    /// Text that may belong to a mark or a call, or blanks that may precede one.
+    state: State,
+    /// Text that may belong to the head of a call, or blanks that may precede one.
     held: String,
-    is_in_call: bool,
-    /// Some text other than blanks has been returned.
-    has_text: bool,
+    /// Bytes at the end of `held` with which a mark begins. Only in [`State::Text`].
+    mark_len: usize,
+    nesting: Nesting,
+    in_list: bool,
     has_calls: bool,
+    /// Only blanks came since a call that an end mark may follow.
+    may_end: bool,
+    pieces: Vec<ToolPiece>,
 }
 
 impl ToolParser {
     pub(crate) fn new(format: ToolFormat) -> Self {
-        Self { format, held: String::new(), is_in_call: false, has_text: false, has_calls: false }
+        Self {
+            format,
+            state: State::Text,
+            held: String::new(),
+            mark_len: 0,
+            nesting: Nesting::default(),
+            in_list: false,
+            has_calls: false,
+            may_end: false,
+            pieces: Vec::new(),
+        }
     }
 
     pub(crate) fn push(&mut self, text: &str) -> Vec<ToolPiece> {
-        self.held.push_str(text);
-        let mut pieces = Vec::new();
-        loop {
-            if !self.is_in_call {
-                self.search_call(&mut pieces);
-            }
-            if !self.is_in_call || self.format != ToolFormat::Hermes {
-                return pieces;
-            }
-            let Some(end) = self.held.find(HERMES_END) else { return pieces };
-            let rest = self.held.split_off(end + HERMES_END.len());
-            let written = std::mem::replace(&mut self.held, rest);
-            self.is_in_call = false;
-            let inner = written[..end].strip_prefix(HERMES_BEGIN).unwrap_or_default();
-            match one_call(inner) {
-                Some(call) => {
-                    self.has_calls = true;
-                    pieces.push(ToolPiece::Call(call));
-                }
-                None => self.emit(written, &mut pieces),
+        for c in text.chars() {
+            // At most three times: at the end of a list, of a mark's beginning, and in the text.
+            while !self.accept(c) {}
+            if self.held.len() > HELD_BYTES_MAX {
+                self.reject();
             }
         }
+        std::mem::take(&mut self.pieces)
     }
 
-    /// Returns the rest of the text.
+    /// Returns the rest of the text. A call that has begun and not ended has the arguments so far.
     pub(crate) fn finish(&mut self) -> Vec<ToolPiece> {
-        let held = std::mem::take(&mut self.held);
-        let calls = match self.format {
-            _ if !self.is_in_call => None,
-            // The model left out the end mark, as it may at the end of its answer.
-            ToolFormat::Hermes => held.strip_prefix(HERMES_BEGIN).and_then(one_call).map(|call| vec![call]),
-            ToolFormat::Llama3 => llama_calls(held.trim_start().trim_start_matches(LLAMA_BEGIN)),
-            ToolFormat::Mistral => mistral_calls(&held),
-        };
-        let mut pieces = Vec::new();
-        match calls {
-            Some(calls) => pieces.extend(calls.into_iter().map(ToolPiece::Call)),
-            // The line break after a call is no text.
-            None if self.has_calls && held.trim().is_empty() => {}
-            None => self.emit(held, &mut pieces),
+        let held = self.held.trim_matches(|c| self.is_separator(c));
+        // The line break after a call is no text, nor is a part of its end mark.
+        if self.has_calls && held.is_empty() || self.may_end && HERMES_END.starts_with(held) {
+            self.held.clear();
         }
-        pieces
+        self.flush();
+        std::mem::take(&mut self.pieces)
     }
 
-    /// Returns text before the next call. Keeps blanks before it, and what may be its mark.
-    fn search_call(&mut self, pieces: &mut Vec<ToolPiece>) {
+    /// Returns `false` if the state has changed, and the new one must accept `c`.
+    fn accept(&mut self, c: char) -> bool {
+        match self.state {
+            State::Text => return self.text(c),
+            State::Plain => self.add_text(c.encode_utf8(&mut [0; 4])),
+            State::Mark => match c {
+                '{' | '[' => {
+                    self.in_list = c == '[';
+                    self.begin_head();
+                    if c == '{' {
+                        return false;
+                    }
+                    self.held.push(c);
+                }
+                _ if c.is_whitespace() => self.held.push(c),
+                _ => {
+                    self.state = State::Name;
+                    return false;
+                }
+            },
+            State::Name => {
+                self.held.push(c);
+                if c == '{' {
+                    self.end_name();
+                }
+            }
+            State::Head => return self.head(c),
+            // No JSON, but the end mark of an object that lacks a brace.
+            State::Arguments { .. } | State::Members
+                if c == '<' && !self.nesting.in_string && self.format == ToolFormat::Hermes =>
+            {
+                self.end_call();
+                return false;
+            }
+            State::Arguments { in_object } => {
+                self.add_arguments(c.encode_utf8(&mut [0; 4]));
+                if self.nesting.step(c) {
+                    if in_object { self.state = State::ArgumentsEnd } else { self.end_call() }
+                }
+            }
+            State::ArgumentsEnd => match c {
+                '}' => self.end_call(),
+                ',' => {
+                    self.nesting = Nesting { depth: 1, ..Nesting::default() };
+                    self.state = State::Members;
+                }
+                _ if c.is_whitespace() => {}
+                _ => {
+                    self.end_call();
+                    return false;
+                }
+            },
+            State::Members => {
+                if self.nesting.step(c) {
+                    self.end_call();
+                }
+            }
+            State::Item => match c {
+                ',' => {
+                    self.held.push(c);
+                    self.begin_head();
+                }
+                _ if c.is_whitespace() => {}
+                _ => {
+                    self.in_list = false;
+                    self.state = State::Text;
+                    return c == ']';
+                }
+            },
+        }
+        true
+    }
+
+    fn text(&mut self, c: char) -> bool {
+        let is_llama = self.format == ToolFormat::Llama3;
+        if self.mark_len == 0 && is_llama && c == '{' {
+            self.begin_head();
+            return false;
+        }
+        self.held.push(c);
+        if self.mark_len == 0 && self.is_separator(c) {
+            if self.held.len() > BLANKS_BYTES_MAX {
+                self.reject();
+            }
+            return true;
+        }
+        self.mark_len += c.len_utf8();
+        let begun = &self.held[self.held.len() - self.mark_len..];
         let mark = match self.format {
             ToolFormat::Hermes => HERMES_BEGIN,
+            ToolFormat::Llama3 => LLAMA_BEGIN,
             ToolFormat::Mistral => MISTRAL_BEGIN,
-            ToolFormat::Llama3 => {
-                let start = self.held.trim_start();
-                let is_call = !self.has_text && (start.starts_with('{') || start.starts_with(LLAMA_BEGIN));
-                let may_be_call = !self.has_text && LLAMA_BEGIN.starts_with(start);
-                if is_call {
-                    self.is_in_call = true;
-                } else if !may_be_call {
-                    let text = std::mem::take(&mut self.held);
-                    self.emit(text, pieces);
-                }
-                return;
-            }
         };
-        let end = match self.held.find(mark) {
-            Some(at) => {
-                self.is_in_call = true;
-                at
+        if begun == mark {
+            self.mark_len = 0;
+            match self.format {
+                ToolFormat::Hermes => self.begin_head(),
+                // The object of a call needs no mark, so the mark is only held.
+                ToolFormat::Llama3 => {}
+                ToolFormat::Mistral => self.state = State::Mark,
             }
-            None => self.held.len() - partial(&self.held, mark),
-        };
-        let text_end = self.held[..end].trim_end().len();
-        let rest = self.held.split_off(if self.is_in_call { end } else { text_end });
-        let mut text = std::mem::replace(&mut self.held, rest);
-        text.truncate(text_end);
-        self.emit(text, pieces);
+        } else if self.may_end && begun == HERMES_END {
+            self.held.clear();
+            self.mark_len = 0;
+            self.may_end = false;
+        } else if !(mark.starts_with(begun) || self.may_end && HERMES_END.starts_with(begun)) {
+            // Another mark may begin with `c`, but none begins within another.
+            let is_first = self.mark_len == c.len_utf8();
+            if !is_first && !is_llama {
+                self.held.pop();
+                self.flush();
+                return false;
+            }
+            self.reject();
+        }
+        true
     }
 
-    fn emit(&mut self, text: String, pieces: &mut Vec<ToolPiece>) {
-        if !text.is_empty() {
-            self.has_text |= !text.trim().is_empty();
-            pieces.push(ToolPiece::Text(text));
+    fn is_separator(&self, c: char) -> bool {
+        c.is_whitespace() || c == ';' && self.has_calls && self.format == ToolFormat::Llama3
+    }
+
+    fn begin_head(&mut self) {
+        self.state = State::Head;
+        self.nesting = Nesting::default();
+    }
+
+    fn head(&mut self, c: char) -> bool {
+        if self.nesting.depth == 0 && c != '{' {
+            if !c.is_whitespace() {
+                self.reject();
+                return false;
+            }
+            self.held.push(c);
+            return true;
+        }
+        self.held.push(c);
+        if self.nesting.step(c) {
+            self.end_object();
+        } else if c == '{' && self.nesting.depth == 2 && !self.nesting.in_string {
+            self.begin_member();
+        }
+        true
+    }
+
+    /// Commits to a call if the member that begins is its arguments.
+    fn begin_member(&mut self) {
+        let object = self.object();
+        let before = object[..object.len() - 1].trim_end().strip_suffix(':').map_or("", str::trim_end);
+        let before = ["\"arguments\"", "\"parameters\""].iter().find_map(|key| before.strip_suffix(key));
+        if before.is_none_or(|before| before.ends_with('\\')) {
+            return;
+        }
+        let closed = format!("{object}}}}}");
+        match serde_json::from_str(&closed) {
+            // It may come after the arguments, if the whole object is short.
+            Ok(RawCall { name: None, .. }) => {}
+            Ok(RawCall { name: Some(name), .. }) if is_function_name(&name) => self.begin_call(name, "{", true),
+            _ => self.reject(),
         }
     }
-}
 
-/// Length of the longest end of `text` with which `mark` begins.
-fn partial(text: &str, mark: &str) -> usize {
-    (1..mark.len()).rev().find(|&len| text.as_bytes().ends_with(&mark.as_bytes()[..len])).unwrap_or(0)
-}
-
-fn one_call(json: &str) -> Option<ParsedCall> {
-    serde_json::from_str::<RawCall<'_>>(json.trim()).ok()?.parsed()
-}
-
-/// Objects one after the other, with blanks or semicolons between them.
-fn llama_calls(text: &str) -> Option<Vec<ParsedCall>> {
-    let mut calls = Vec::new();
-    let mut rest = text.trim();
-    while !rest.is_empty() {
-        let mut objects = serde_json::Deserializer::from_str(rest).into_iter::<RawCall<'_>>();
-        calls.push(objects.next()?.ok()?.parsed()?);
-        rest = rest[objects.byte_offset()..].trim_start_matches([' ', '\n', '\t', ';']);
-    }
-    (!calls.is_empty()).then_some(calls)
-}
-
-fn mistral_calls(text: &str) -> Option<Vec<ParsedCall>> {
-    let mut calls = Vec::new();
-    for part in text.split(MISTRAL_BEGIN).map(str::trim).filter(|part| !part.is_empty()) {
-        if part.starts_with('[') {
-            let list: Vec<RawCall<'_>> = serde_json::from_str(part).ok()?;
-            calls.extend(list.into_iter().map(RawCall::parsed).collect::<Option<Vec<_>>>()?);
-            continue;
+    /// Decides about an object that has ended without a commitment.
+    fn end_object(&mut self) {
+        let object = self.object().to_string();
+        let call = serde_json::from_str(&object).ok().and_then(|RawCall { name, arguments }| {
+            // Without marks, any other JSON answer with a name would look like a call.
+            let default = (self.format != ToolFormat::Llama3).then_some("{}");
+            let arguments = arguments.map(RawValue::get).or(default).filter(|json| json.starts_with('{'));
+            name.filter(|name| is_function_name(name)).zip(arguments)
+        });
+        match call {
+            Some((name, arguments)) => {
+                self.begin_call(name, arguments, true);
+                self.end_call();
+            }
+            None => self.reject(),
         }
-        let (name, arguments) = part
-            .split_once(MISTRAL_ARGUMENTS)
-            .or_else(|| part.split_once('{').map(|(name, _)| (name, &part[name.len()..])))?;
-        let arguments: &RawValue = serde_json::from_str(arguments).ok()?;
-        calls.push(RawCall { name: name.trim().into(), arguments: Some(arguments) }.parsed()?);
     }
-    (!calls.is_empty()).then_some(calls)
+
+    /// Object of a call so far.
+    fn object(&self) -> &str {
+        &self.held[self.held.find('{').unwrap_or_default()..]
+    }
+
+    /// Commits to a call if its name is one.
+    fn end_name(&mut self) {
+        let name = self.held.trim_start().strip_prefix(MISTRAL_BEGIN).unwrap_or_default();
+        let name = name.strip_suffix('{').unwrap_or_default().trim_end();
+        let name = name.strip_suffix(MISTRAL_ARGUMENTS).unwrap_or(name);
+        let name = name.split_once(MISTRAL_ID).map_or(name, |(name, _)| name).trim();
+        if is_function_name(name) { self.begin_call(name.to_string(), "{", false) } else { self.reject() }
+    }
+
+    fn begin_call(&mut self, name: String, arguments: &str, in_object: bool) {
+        self.held.clear();
+        self.has_calls = true;
+        self.pieces.push(ToolPiece::Call(name));
+        self.add_arguments(arguments);
+        self.nesting = Nesting { depth: 1, ..Nesting::default() };
+        self.state = State::Arguments { in_object };
+    }
+
+    fn end_call(&mut self) {
+        self.may_end = self.format == ToolFormat::Hermes;
+        self.state = if self.in_list { State::Item } else { State::Text };
+    }
+
+    /// Returns the text held so far, which belongs to no call.
+    fn reject(&mut self) {
+        self.in_list = false;
+        self.state = if self.format == ToolFormat::Llama3 { State::Plain } else { State::Text };
+        self.flush();
+    }
+
+    fn flush(&mut self) {
+        let text = std::mem::take(&mut self.held);
+        self.mark_len = 0;
+        self.may_end = false;
+        self.add_text(&text);
+    }
+
+    fn add_text(&mut self, text: &str) {
+        match self.pieces.last_mut() {
+            _ if text.is_empty() => {}
+            Some(ToolPiece::Text(last)) => last.push_str(text),
+            _ => self.pieces.push(ToolPiece::Text(text.into())),
+        }
+    }
+
+    fn add_arguments(&mut self, json: &str) {
+        match self.pieces.last_mut() {
+            Some(ToolPiece::Arguments(last)) => last.push_str(json),
+            _ => self.pieces.push(ToolPiece::Arguments(json.into())),
+        }
+    }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Output for every way to cut the text in two, which must be equal.
-    fn parse(format: ToolFormat, text: &str) -> (String, Vec<(String, String)>) {
-        let run = |cut: usize| {
-            let mut parser = ToolParser::new(format);
-            let mut pieces = parser.push(&text[..cut]);
-            pieces.extend(parser.push(&text[cut..]));
-            pieces.extend(parser.finish());
-            let mut out = (String::new(), Vec::new());
-            for piece in pieces {
-                match piece {
-                    ToolPiece::Text(text) => out.0.push_str(&text),
-                    ToolPiece::Call(call) => out.1.push((call.name, call.arguments)),
-                }
-            }
-            out
-        };
-        let whole = run(0);
-        for cut in (0..=text.len()).filter(|&cut| text.is_char_boundary(cut)) {
-            assert_eq!(run(cut), whole, "{cut} {text}");
-        }
-        whole
-    }
-
-    fn calls(list: &[(&str, &str)]) -> Vec<(String, String)> {
-        list.iter().map(|(name, arguments)| (name.to_string(), arguments.to_string())).collect()
-    }
-
-    #[test]
-    fn hermes_calls_are_between_marks() {
-        let text = "I look.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": \"é</x>\"}}\n</tool_call>\n<tool_call>\n\
-                    {\"name\": \"g\", \"arguments\": {}}\n</tool_call>";
-        let expected = calls(&[("f", "{\"a\": \"é</x>\"}"), ("g", "{}")]);
-        assert_eq!(parse(ToolFormat::Hermes, text), ("I look.".into(), expected.clone()));
-        let unfinished = text.strip_suffix("\n</tool_call>").unwrap();
-        assert_eq!(parse(ToolFormat::Hermes, unfinished).1, expected);
-        for text in ["a <tool_cal", "<tool_call>no JSON</tool_call> b ", "<tool_call>{\"name\": \"f\"", "x < y\n"] {
-            assert_eq!(parse(ToolFormat::Hermes, text), (text.into(), vec![]));
-        }
-    }
-
-    #[test]
-    fn llama_calls_are_the_whole_answer() {
-        let one = r#"{"name": "f", "parameters": {"a": 1}}"#;
-        for text in [one.to_string(), format!("\n <|python_tag|>{one}"), format!("{one}\n")] {
-            assert_eq!(parse(ToolFormat::Llama3, &text), (String::new(), calls(&[("f", r#"{"a": 1}"#)])), "{text}");
-        }
-        let two = format!("{one}; {{\"name\": \"g\", \"parameters\": {{}}}}");
-        assert_eq!(parse(ToolFormat::Llama3, &two).1, calls(&[("f", r#"{"a": 1}"#), ("g", "{}")]));
-        let later = format!("Call {one}");
-        for text in ["{\"a\": 1}", "<|python_ta", "plain", "{\"name\": \"f\", \"parameters\": 5}", &later] {
-            assert_eq!(parse(ToolFormat::Llama3, text), (text.to_string(), vec![]));
-        }
-    }
-
-    #[test]
-    fn mistral_calls_follow_a_mark() {
-        let list = r#"[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]"#;
-        assert_eq!(parse(ToolFormat::Mistral, list), (String::new(), calls(&[("f", r#"{"a": 1}"#), ("g", "{}")])));
-        for text in ["a[TOOL_CALLS]f[ARGS]{\"a\": 1}[TOOL_CALLS]g[ARGS]{}", "a [TOOL_CALLS]f{\"a\": 1}[TOOL_CALLS]g{}"]
-        {
-            assert_eq!(parse(ToolFormat::Mistral, text), ("a".into(), calls(&[("f", "{\"a\": 1}"), ("g", "{}")])));
-        }
-        for text in ["[TOOL", "[TOOL_CALLS] [{\"name\"", "x"] {
-            assert_eq!(parse(ToolFormat::Mistral, text), (text.into(), vec![]));
-        }
-    }
-
-    #[test]
-    fn templates_tell_the_format() {
-        for (source, format) in [
-            ("<tool_call>\n{...}\n</tool_call>", Some(ToolFormat::Hermes)),
-            ("<tool_call>\n<function=f>", None),
-            ("[TOOL_CALLS] [", Some(ToolFormat::Mistral)),
-            ("<|start_header_id|> '{\"name\": ' \"parameters\": ", Some(ToolFormat::Llama3)),
-            ("{{ messages }}", None),
-        ] {
-            assert_eq!(ToolFormat::of_template(source), format, "{source}");
-        }
-        for format in [ToolFormat::Hermes, ToolFormat::Llama3, ToolFormat::Mistral] {
-            assert_eq!(format.to_string().parse(), Ok(format));
-        }
-        assert_eq!(ToolFormat::Mistral.new_call_id().len(), 9);
-    }
-}
+mod tests;

@@ -3,7 +3,7 @@
 use super::errors::ApiError;
 use super::fields::{BoundedList, Fields};
 use super::messages::{refuse_rest_inner, take_inner};
-use super::tool_parser::{ParsedCall, ToolFormat, ToolParser, ToolPiece};
+use super::tool_parser::{NAME_LEN_MAX, ToolFormat, ToolParser, ToolPiece, is_function_name};
 use serde::Deserialize;
 use serde::de::{Deserializer, Error};
 use serde_json::{Value, json};
@@ -11,8 +11,6 @@ use serde_json::{Value, json};
 pub const TOOLS_MAX: usize = 128;
 /// Finish reason of an answer with calls.
 pub(crate) const FINISH_REASON: &str = "tool_calls";
-/// Maximum length of the name of a tool in characters, as in OpenAI's API.
-const NAME_LEN_MAX: usize = 64;
 
 /// Tools that the model may call.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -97,9 +95,7 @@ pub(super) fn take_tools(fields: &mut Fields<'_>) -> Result<Option<ToolRequest>,
         if tool.kind != "function" {
             return Err(ApiError::field("tools", format!("tools of type '{}' are not supported", tool.kind)));
         }
-        let is_letter = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
-        let name = &tool.function.name;
-        if name.is_empty() || name.len() > NAME_LEN_MAX || !name.chars().all(is_letter) {
+        if !is_function_name(&tool.function.name) {
             let message = format!("a tool's name must have 1 to {NAME_LEN_MAX} letters, digits, dots, '_' and '-'");
             return Err(ApiError::field("tools", message));
         }
@@ -137,11 +133,32 @@ pub(crate) struct ToolRules {
 }
 
 /// Part of an answer's message.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AnswerPart {
     Text(String),
-    /// Entry of `tool_calls`, with its `index`.
-    Call(Value),
+    /// Begins a call.
+    Call(CallHead),
+    /// Continues the arguments of the last call, which has this index.
+    Arguments {
+        index: usize,
+        json: String,
+    },
+}
+
+/// Call without its arguments.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CallHead {
+    /// Place among the calls of the answer.
+    pub(crate) index: usize,
+    pub(crate) id: String,
+    pub(crate) name: String,
+}
+
+impl CallHead {
+    /// Entry of `tool_calls`.
+    pub(crate) fn json(&self, arguments: &str) -> Value {
+        json!({"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}})
+    }
 }
 
 /// Splits the text of one choice into content and calls.
@@ -149,6 +166,7 @@ pub(crate) enum AnswerPart {
 pub(crate) struct ToolSplitter {
     rules: ToolRules,
     parser: ToolParser,
+    /// Calls in the text, also those that the answer leaves out.
     calls: usize,
 }
 
@@ -176,20 +194,17 @@ impl ToolSplitter {
     }
 
     fn part(&mut self, piece: ToolPiece) -> Option<AnswerPart> {
-        let ParsedCall { name, arguments } = match piece {
+        let part = match piece {
             ToolPiece::Text(text) => return Some(AnswerPart::Text(text)),
-            // The client takes one call at a time. The model can repeat the others.
-            ToolPiece::Call(_) if self.calls > 0 && !self.rules.is_parallel => return None,
-            ToolPiece::Call(call) => call,
+            ToolPiece::Call(name) => {
+                let head = CallHead { index: self.calls, id: self.rules.format.new_call_id(), name };
+                self.calls += 1;
+                AnswerPart::Call(head)
+            }
+            ToolPiece::Arguments(json) => AnswerPart::Arguments { index: self.calls.checked_sub(1)?, json },
         };
-        let index = self.calls;
-        self.calls += 1;
-        Some(AnswerPart::Call(json!({
-            "index": index,
-            "id": self.rules.format.new_call_id(),
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        })))
+        // Some clients take one call at a time. The model can repeat the others.
+        (self.calls <= 1 || self.rules.is_parallel).then_some(part)
     }
 }
 
@@ -202,22 +217,18 @@ pub(crate) fn message(rules: Option<ToolRules>, text: String) -> (Value, bool) {
     };
     let mut splitter = ToolSplitter::new(rules);
     let mut content = String::new();
-    let mut calls = Vec::new();
+    let mut calls: Vec<(CallHead, String)> = Vec::new();
     for part in splitter.push(&text).into_iter().chain(splitter.finish()) {
         match part {
             AnswerPart::Text(text) => content.push_str(&text),
-            AnswerPart::Call(mut call) => {
-                if let Some(fields) = call.as_object_mut() {
-                    fields.remove("index");
-                }
-                calls.push(call);
-            }
+            AnswerPart::Call(head) => calls.push((head, String::new())),
+            AnswerPart::Arguments { json, .. } => calls.last_mut().into_iter().for_each(|call| call.1.push_str(&json)),
         }
     }
     let has_calls = !calls.is_empty();
     message["content"] = if content.is_empty() && has_calls { Value::Null } else { json!(content) };
     if has_calls {
-        message["tool_calls"] = json!(calls);
+        message["tool_calls"] = calls.iter().map(|(head, arguments)| head.json(arguments)).collect();
     }
     (message, has_calls)
 }
@@ -276,6 +287,7 @@ mod tests {
         assert_eq!(answer["tool_calls"].as_array().unwrap().len(), 2);
         let one = message(Some(ToolRules { is_parallel: false, ..rules }), text.into()).0;
         assert_eq!(one["tool_calls"].as_array().unwrap().len(), 1);
+        assert_eq!(one["tool_calls"][0]["function"]["arguments"], "{\"a\": 1}", "none of the second call");
         let (plain, has_calls) = message(Some(rules), "Hello.\n".into());
         assert_eq!((plain["content"].as_str(), has_calls), (Some("Hello.\n"), false));
     }

@@ -134,9 +134,7 @@ impl CommonParams {
         if !(1..=CHOICES_MAX).contains(&n) {
             return Err(ApiError::field("n", format!("'n' is {n}; it must be from 1 to {CHOICES_MAX}")));
         }
-        // The newer name wins: some clients send both for compatibility with older servers.
-        let newer: Option<u32> = fields.take("max_completion_tokens")?;
-        let max_tokens = newer.or(fields.take("max_tokens")?);
+        let max_tokens: Option<u32> = fields.take_either("max_completion_tokens", "max_tokens")?;
         let sampling = RequestedSampling::take(fields)?;
         if max_tokens.is_some_and(|max_tokens| (max_tokens as usize) < sampling.rest.min_tokens) {
             return Err(ApiError::field("min_tokens", "'min_tokens' is above the maximum number of tokens"));
@@ -406,7 +404,7 @@ mod tests {
         assert_eq!((sampling.min_p, sampling.repetition_penalty), (0.1, 1.1));
         assert_eq!((common.n, common.stream, common.max_tokens), (1, false, None));
         let common = chat(json!({"model": "m", "messages": [{"role": "user", "content": "a"}],
-            "max_tokens": 1, "max_completion_tokens": 9, "stop": "x", "seed": -1, "top_k": -1, "temperature": 0,
+            "max_tokens": 9, "max_completion_tokens": 9, "stop": "x", "seed": -1, "top_k": -1, "temperature": 0,
             "stream": true, "stream_options": {"include_usage": true}, "n": 2}))
         .unwrap()
         .common;
@@ -465,6 +463,15 @@ mod tests {
             "metadata": {"a": "b"}, "store": false, "service_tier": "auto", "parallel_tool_calls": true, "guided_json": null,
             "length_penalty": 1.0, "use_beam_search": false, "stream_options": {"include_obfuscation": false}});
         completion(harmless).unwrap();
+    }
+
+    #[test]
+    fn two_names_of_one_field_must_agree() {
+        for (name, other) in [("max_completion_tokens", "max_tokens"), ("min_tokens", "min_new_tokens")] {
+            let both = |value: u32| completion(json!({"model": "m", "prompt": "a", name: 7, other: value}));
+            both(7).unwrap();
+            assert_eq!(both(6).unwrap_err().body.param.as_deref(), Some(other));
+        }
     }
 
     #[test]
@@ -655,6 +662,7 @@ mod tests {
             (json!([{"content": "a"}]), "missing field `role`"),
             (json!([{"role": 5}]), "'role' is not valid: invalid type: integer `5`, expected a string"),
             (json!([{"role": "user", "content": [{"text": "a"}]}]), "missing field `type`"),
+            (json!([{"role": "user", "content": [{"type": "text"}]}]), "missing field `text`"),
         ] {
             let message = chat(json!({"model": "m", "messages": messages})).unwrap_err().body.message;
             assert!(message.contains(expected) && !message.contains("RawMessage"), "{message}");

@@ -53,12 +53,14 @@ impl OutputLimits {
         Self { tokens: max_tokens, text_bytes, room: ANSWER_TEXT_BYTES_MAX, received: 0 }
     }
 
-    /// Returns `true` if the request allows a further token with this text.
+    /// Returns `true` if the request allows a further token with this text. If not, the engine has
+    /// violated the interface.
     fn admits(&self, text: &str) -> bool {
         self.tokens > 0 && text.len() <= self.text_bytes.min(EVENT_TEXT_BYTES_MAX)
     }
 
-    /// Returns `true` if the router has room for the text.
+    /// Returns `true` if the router has room for the text. If not, the answer fails with
+    /// [`CallError::TooLong`], which does not count against the engine.
     fn has_room(&self, text: &str) -> bool {
         text.len() <= self.room
     }
@@ -88,6 +90,12 @@ pub struct Generation {
 }
 
 impl Generation {
+    /// Waits for the next token with text or log-probabilities, or for the end. Must not be called
+    /// after [`Delta::End`].
+    ///
+    /// # Errors
+    /// Any failure of the engine, the deadline of the request, or a limit of the router. No other
+    /// engine takes over, because the client has part of the answer.
     pub async fn next(&mut self) -> Result<Delta, RouteError> {
         loop {
             let event = match self.first.take() {
@@ -141,7 +149,8 @@ impl Generation {
         Err(CallError::violation(self.engine_name(), reason))
     }
 
-    /// Returns `true` if a token has the log-probabilities that the request asks for.
+    /// Returns `true` if a token has the log-probabilities that the request asks for. Without such
+    /// a request, it must have none.
     fn fits(&self, logprobs: Option<&TokenLogprobs>) -> bool {
         match (self.top, logprobs) {
             (None, None) => true,

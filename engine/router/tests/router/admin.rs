@@ -46,6 +46,71 @@ async fn prefix_is_inspected_warmed_and_forgotten() {
 }
 
 #[tokio::test]
+async fn inspection_explains_missing_pages_on_request() {
+    let cluster = TestCluster::new(1, 1).await;
+    let (_, body) = cluster.admin_post(PATH_WARM, json!({"text": prompt(8)})).await;
+    assert_eq!(body["computed"], 2);
+    let request = |why: bool| json!({"text": prompt(16), "why": why});
+    let (status, body) = cluster.admin_post(PATH_INSPECT, request(true)).await;
+    let inspected: InspectResponse = serde_json::from_value(body).unwrap();
+    assert_eq!((status, inspected.pages.len()), (200, 4));
+    let present = |page: &PageStatus| page.tier.is_some() && page.miss.is_none();
+    assert!(inspected.pages[..2].iter().all(present), "{inspected:?}");
+    let evicted = |at_unix_ms| Some(MissStatus { reason: "evicted".into(), at_unix_ms, differing: Vec::new() });
+    assert_eq!([&inspected.pages[2].miss, &inspected.pages[3].miss], [&evicted(Some(77)), &evicted(None)]);
+    let (_, body) = cluster.admin_post(PATH_INSPECT, request(false)).await;
+    assert!(body["pages"][2].get("miss").is_none(), "{body}");
+    let (status, _) = cluster.admin_post(PATH_INSPECT, json!({"text": "a", "why": 1})).await;
+    assert_eq!(status, 400);
+}
+
+#[tokio::test]
+async fn hints_are_answered_one_by_one_by_what_was_done() {
+    use HintKind::{Demote, Forget, Pin, Prefetch, Retain};
+    use HintStatus::{Accepted, Clipped, Missing};
+    let cluster = TestCluster::new(1, 1).await;
+    let prefix = json!({"text": prompt(8)});
+    let hints = async |actions: Value| {
+        let (status, body) = cluster.admin_post(PATH_HINTS, json!({"prefix": prefix, "actions": actions})).await;
+        assert_eq!(status, 200, "{body}");
+        let answer: HintsResponse = serde_json::from_value(body).unwrap();
+        assert_eq!(answer.pages, 2);
+        answer.results.into_iter().map(|result| (result.action, result.status, result.pages)).collect::<Vec<_>>()
+    };
+    let all = json!([
+        {"action": "prefetch"}, {"action": "retain", "seconds": 50}, {"action": "retain", "seconds": 900},
+        {"action": "pin", "seconds": 60}, {"action": "pin", "seconds": 31 * 24 * 3600}, {"action": "demote"},
+        {"action": "forget"}, {"action": "forget"},
+    ]);
+    let nothing = hints(all.clone()).await;
+    assert!(nothing.iter().all(|(_, status, pages)| (*status, *pages) == (Missing, 0)), "{nothing:?}");
+    cluster.admin_post(PATH_WARM, prefix.clone()).await;
+    let expected = [
+        (Prefetch, Accepted, 2),
+        // Of the two pages only the first has a pin, for a minute.
+        (Retain, Clipped, 1),
+        (Retain, Clipped, 1),
+        (Pin, Accepted, 2),
+        (Pin, Clipped, 2),
+        (Demote, Accepted, 2),
+        (Forget, Accepted, 2),
+        (Forget, Missing, 0),
+    ];
+    assert_eq!(hints(all).await, expected);
+    for actions in [
+        json!([]),
+        json!([{"action": "pin"}]),
+        json!([{"action": "demote", "seconds": 5}]),
+        json!([{"action": "retain", "seconds": 0}]),
+        json!([{"action": "keep"}]),
+        json!([{"action": "forget", "time": 5}]),
+    ] {
+        let (status, body) = cluster.admin_post(PATH_HINTS, json!({"prefix": prefix, "actions": actions})).await;
+        assert_eq!((status, body["error"]["code"].as_str()), (400, Some("bad_request")), "{actions}: {body}");
+    }
+}
+
+#[tokio::test]
 async fn engines_hold_the_keys_while_the_store_forgets_and_silence_is_reported() {
     let cluster = TestCluster::new(1, 2).await;
     let request = json!({"text": prompt(18)});
@@ -253,5 +318,20 @@ async fn api_paths_on_the_admin_port_name_the_api_address() {
     for path in ["/v1/completions", "/v1/chat/completions", "/v1/models"] {
         let (status, body) = cluster.admin_post(path, json!({"model": MODEL, "prompt": "w1"})).await;
         assert_eq!((status, &body["error"]), (404, &json!({"code": "wrong_port", "message": expected})), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn router_measures_the_delays_of_its_event_loop() {
+    let cluster = TestCluster::new(0, 0).await;
+    let delay = async || {
+        let text = cluster.http.get(cluster.admin_url("/metrics")).send().await.unwrap().text().await.unwrap();
+        let name = "larder_router_event_loop_delay_max_seconds ";
+        text.lines().find_map(|line| line.strip_prefix(name)?.parse::<f64>().ok()).expect("the metric is there")
+    };
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    while delay().await <= 0.0 {
+        assert!(tokio::time::Instant::now() < deadline, "no delay is measured");
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
 }

@@ -8,8 +8,8 @@ use axum::routing::{get, post};
 use axum::{Json, Router as Routes};
 use futures::StreamExt;
 use futures::future::BoxFuture;
-use larder_client::{Forgotten, Member, NodeView, PagePin, PinKind, Pinned, Tier};
-use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry, PageKey, page_keys};
+use larder_client::{Explanation, Forgotten, Hint, Member, MissReason, NodeView, PagePin, PinKind, Pinned, Tier};
+use larder_format::{KvDtype, NamespaceDescriptor, NamespaceFields, PageGeometry, PageKey, page_keys};
 use larder_router::store::{Directory, PageIndex};
 use larder_router::{Router, RouterHandle, RouterOptions};
 use larder_runtime::lock::Mutex;
@@ -101,6 +101,25 @@ impl PageIndex for FakeDirectory {
             let held = self.0.held.lock();
             let pin = PagePin { kind: PinKind::Hard, remaining_ms: 59_001 };
             keys.iter().take(1).map(|key| held.contains_key(key).then_some(pin)).collect()
+        })
+    }
+
+    /// Each page has left the store, the first of them at a known time.
+    fn explain(&self, keys: Arc<[PageKey]>, _: Instant) -> BoxFuture<'_, Vec<Option<Explanation>>> {
+        Box::pin(async move {
+            let evicted = |at_unix_ms| Explanation {
+                reason: MissReason::Evicted,
+                at_unix_ms,
+                differing: NamespaceFields::default(),
+            };
+            (0..keys.len()).map(|index| Some(evicted(if index == 0 { 77 } else { 0 }))).collect()
+        })
+    }
+
+    fn hint(&self, keys: Arc<[PageKey]>, _: Hint, _: Instant) -> BoxFuture<'_, usize> {
+        Box::pin(async move {
+            let held = self.0.held.lock();
+            keys.iter().filter(|key| held.get(key) == Some(&Tier::L2)).count()
         })
     }
 
@@ -294,16 +313,52 @@ impl FakeEngine {
         padding: usize,
         weights: [u8; 32],
     ) -> Arc<FakeEngine> {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let info = EngineInfo {
             role,
-            url: format!("http://{host}:{}", listener.local_addr().unwrap().port()),
+            url: format!("http://{host}"),
             model: model.into(),
             descriptor: NamespaceDescriptor { model: model.into(), weights, ..descriptor() },
             numerics: String::new(),
             max_context,
             page_tokens: PAGE_TOKENS,
+            request_bytes_max: 0,
+            requests_max: 0,
         };
+        Self::start_with_info(store, name, info, template, padding).await
+    }
+
+    /// Decode engine that takes `requests_max` requests of `request_bytes_max` bytes together from
+    /// the router.
+    pub async fn start_with_room(
+        store: &Arc<FakeStore>,
+        name: &str,
+        requests_max: u32,
+        request_bytes_max: u64,
+    ) -> Arc<FakeEngine> {
+        let info = EngineInfo {
+            role: Role::Decode,
+            url: "http://127.0.0.1".into(),
+            model: MODEL.into(),
+            descriptor: descriptor(),
+            numerics: String::new(),
+            max_context: CONTEXT,
+            page_tokens: PAGE_TOKENS,
+            request_bytes_max,
+            requests_max,
+        };
+        Self::start_with_info(store, name, info, TEMPLATE, 0).await
+    }
+
+    /// Starts an engine of this description. Its URL lacks the port.
+    async fn start_with_info(
+        store: &Arc<FakeStore>,
+        name: &str,
+        mut info: EngineInfo,
+        template: &str,
+        padding: usize,
+    ) -> Arc<FakeEngine> {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        info.url = format!("{}:{}", info.url, listener.local_addr().unwrap().port());
         let engine = Arc::new(FakeEngine {
             info: info.clone(),
             behaviour: Mutex::new(Behaviour::Serve),

@@ -145,6 +145,15 @@ async fn hostile_templates_are_stopped_while_others_render() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn template_that_formats_a_gigabyte_harms_no_other_chat() {
+    let cluster = TestCluster::new(0, 1).await;
+    let engine = engine_with_template(&cluster, "wide", "{{ '%1000000000d' | format(1) }}").await;
+    let (status, answer) = chat(&cluster, "wide").await;
+    assert_eq!((status, engine.decode_count()), (400, 0), "{answer}");
+    assert_eq!(chat(&cluster, MODEL).await.0, 200);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn templates_that_fail_by_themselves_leave_their_worker_running() {
     let cluster = TestCluster::new(0, 0).await;
     let template = "{% if messages | length > 1 %}{{ raise_exception('one message only') }}{% endif %}{{ 'w1 ' * 50 * messages | length }}";
@@ -312,16 +321,41 @@ async fn slow_rendering_waits_for_its_place_beside_looping_ones() {
 }
 
 async fn render(renderer: &ChatRenderer, limit: Duration) -> Result<RenderedText, ChatError> {
+    render_for(renderer, PeerAddress::default(), limit).await
+}
+
+async fn render_for(renderer: &ChatRenderer, peer: PeerAddress, limit: Duration) -> Result<RenderedText, ChatError> {
     let message = ChatMessage::new("user", "w1");
-    renderer
-        .render(
-            vec![message],
-            RenderOptions::default(),
-            64 << 20,
-            PeerAddress::default(),
-            tokio::time::Instant::now() + limit,
-        )
-        .await
+    let deadline = tokio::time::Instant::now() + limit;
+    renderer.render(vec![message], RenderOptions::default(), 64 << 20, peer, deadline).await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn crowd_of_chats_of_one_address_leaves_the_next_turn_to_another_one() {
+    const CROWD: usize = 20;
+    let template = "{% set l = range(20000) | list %}{% for i in range(4) %}{% set m = l | sort(reverse=true) %}\
+                    {% endfor %}w1";
+    let renderer = renderer(template, "worker-of-a-crowd");
+    let [crowd, other] = [1, 2].map(|last| PeerAddress::of([10, 0, 0, last].into()));
+    let ended = AtomicUsize::new(0);
+    let one_of_crowd = async |_: usize| {
+        let rendered = render_for(&renderer, crowd, PATIENCE).await;
+        ended.fetch_add(1, Ordering::SeqCst);
+        rendered
+    };
+    let crowd_ends = futures::future::join_all((0..CROWD).map(one_of_crowd));
+    let other_ends = async {
+        // All others are in the line by then.
+        eventually("the first chat has its text", || ended.load(Ordering::SeqCst) > 0).await;
+        let before = ended.load(Ordering::SeqCst);
+        let rendered = render_for(&renderer, other, PATIENCE).await;
+        (rendered, ended.load(Ordering::SeqCst) - before)
+    };
+    let (of_crowd, (of_other, waited)) = tokio::join!(crowd_ends, other_ends);
+    println!("the other address waited for {waited} of {CROWD} renderings");
+    let mut all = of_crowd.into_iter().chain([of_other]);
+    assert!(all.all(|rendered| rendered.is_ok_and(|rendered| rendered.text == "w1")));
+    assert!(waited < CROWD / 2, "{waited} renderings");
 }
 
 /// Process that has `mark` in its command line and is no zombie.

@@ -9,7 +9,7 @@ mod responses;
 mod routing;
 mod store;
 
-use larder_router::templates::WorkerCommand;
+use larder_worker::worker_process::WorkerCommand;
 
 /// Template worker of the other tests: they start this program again, with this test as its only
 /// one.

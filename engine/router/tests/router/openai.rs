@@ -3,6 +3,7 @@
 use crate::fakes::*;
 use larder_model::{CallForm, CallableFunction, Constraint, Otherwise};
 use serde_json::{Value, json};
+use std::sync::atomic::Ordering;
 
 fn events(text: &str) -> Vec<Value> {
     let mut events: Vec<&str> = text.split("\n\n").filter(|event| !event.is_empty()).collect();
@@ -69,6 +70,58 @@ async fn choices_have_their_own_index_and_seed_and_share_one_prefill() {
         assert_eq!(text, " t0 t1");
     }
     assert!(events.iter().all(|e| e.get("usage").is_none()));
+}
+
+#[tokio::test]
+async fn answers_that_need_an_engine_that_left_are_to_be_retried() {
+    let cluster = TestCluster::new(0, 0).await;
+    let mut engines = Vec::new();
+    for (name, requests_max) in [("first", 3), ("second", 4)] {
+        engines.push(FakeEngine::start_with_room(&cluster.store, name, requests_max, u64::MAX).await);
+    }
+    assert!(cluster.router.wait_ready(PATIENCE).await);
+    eventually("both engines join", || cluster.router.engines().len() == 2).await;
+    let ask = async |n: usize| {
+        let body = json!({"model": MODEL, "prompt": "w1", "n": n, "max_tokens": 2});
+        let response = cluster.post("/v1/completions", body).await;
+        (response.status().as_u16(), response.headers().contains_key("retry-after"))
+    };
+    assert_eq!((ask(7).await, ask(8).await), ((200, false), (400, false)));
+    let members = cluster.store.members.lock().clone();
+    cluster.store.members.lock().retain(|member| member.name != "second");
+    engines[1].is_gone.store(true, Ordering::SeqCst);
+    eventually("an engine leaves", || cluster.router.engines().len() == 1).await;
+    assert_eq!((ask(7).await, ask(8).await), ((503, true), (400, false)));
+    assert_eq!(ask(3).await, (200, false));
+    engines[1].is_gone.store(false, Ordering::SeqCst);
+    *cluster.store.members.lock() = members;
+    eventually("it returns", || cluster.router.engines().len() == 2).await;
+    assert_eq!(ask(7).await, (200, false));
+}
+
+#[tokio::test]
+async fn answers_that_engines_never_have_room_for_are_refused_at_once() {
+    let cluster = TestCluster::new(0, 0).await;
+    for (name, requests_max, request_bytes_max) in [("few", 3, u64::MAX), ("small", 64, 80 << 10)] {
+        FakeEngine::start_with_room(&cluster.store, name, requests_max, request_bytes_max).await;
+    }
+    assert!(cluster.router.wait_ready(PATIENCE).await);
+    eventually("both engines join", || cluster.router.engines().len() == 2).await;
+    // Three of one engine, and 80 KiB of the other: requests have 20 KiB with a short prompt, and
+    // 24 KiB with a long one.
+    for (words, fits) in [(1, 7), (100, 6)] {
+        let body = |n: usize| json!({"model": MODEL, "prompt": prompt(words), "n": n, "max_tokens": 2});
+        assert_eq!(cluster.post("/v1/completions", body(fits)).await.status(), 200, "{words} words");
+        let refused = cluster.post("/v1/completions", body(fits + 1)).await;
+        assert_eq!(refused.status(), 400);
+        let error: Value = refused.json().await.unwrap();
+        let message = error["error"]["message"].as_str().unwrap();
+        assert!(message.contains(&format!("room for {fits} such answers")), "{message}");
+        assert_eq!(error["error"]["param"], "n");
+    }
+    // Prompts of one request wait for each other instead.
+    let body = json!({"model": MODEL, "prompt": vec!["w1"; 4], "n": 5, "max_tokens": 2});
+    assert_eq!(cluster.post("/v1/completions", body).await.status(), 200);
 }
 
 #[tokio::test]
@@ -404,13 +457,14 @@ async fn tokenize_returns_a_million_tokens_at_most() {
 }
 
 #[tokio::test]
-async fn native_streams_count_the_whole_text_in_each_of_their_chunks() {
+async fn native_streams_of_long_texts_wait_for_their_client() {
     let cluster = TestCluster::new(0, 0).await;
     let role = larder_worker::api::Role::Decode;
     let engine = FakeEngine::start_with_context(&cluster.store, "decode-0", role, 2000).await;
     assert!(cluster.router.wait_ready(PATIENCE).await);
     engine.behave(Behaviour::Write(vec!["x".repeat(16 << 10); 16]));
-    // 32 MiB of text. A client that reads slowly leaves 18 chunks of each choice in memory.
+    // 32 MiB of text. A chunk repeats the whole text of its choice, so a stream has 272 MiB. Its
+    // choices wait until the client has read earlier chunks.
     let params = json!({"n": 128, "max_new_tokens": 1500});
     let mut body = json!({"text": "w1", "sampling_params": params});
     let whole = cluster.post("/generate", body.clone()).await;
@@ -418,7 +472,8 @@ async fn native_streams_count_the_whole_text_in_each_of_their_chunks() {
     assert_eq!(whole.json::<Value>().await.unwrap().as_array().map(Vec::len), Some(128));
     body["stream"] = json!(true);
     let text = cluster.post("/generate", body).await.text().await.unwrap();
-    assert!(text.contains("\"code\":\"overloaded\""), "{}", &text[text.len() - 300..]);
+    assert!(text.ends_with("data: [DONE]\n\n"), "{}", &text[text.len() - 300..]);
+    assert_eq!(text.matches("\"finish_reason\":{\"type\":\"stop\"}").count(), 128);
 }
 
 #[tokio::test]
@@ -506,8 +561,21 @@ async fn tool_calls_leave_the_text_of_the_answer() {
     let deltas: Vec<&Value> = events.iter().map(|event| &event["choices"][0]["delta"]).collect();
     let content: String = deltas.iter().filter_map(|delta| delta["content"].as_str()).collect();
     let streamed: Vec<&Value> = deltas.iter().filter_map(|delta| delta["tool_calls"].as_array()).flatten().collect();
-    assert_eq!((content.as_str(), streamed.len()), ("I look.", 2));
-    assert_eq!((streamed[1]["index"].as_u64(), streamed[1]["function"]["name"].as_str()), (Some(1), Some("w8")));
+    assert_eq!(content, "I look.");
+    for (index, name) in ["w7", "w8"].into_iter().enumerate() {
+        // The name comes first, and then the arguments as the model writes them.
+        let of_call: Vec<&&Value> = streamed.iter().filter(|entry| entry["index"] == index).collect();
+        let head = json!({"index": index, "id": of_call[0]["id"], "type": "function",
+            "function": {"name": name, "arguments": ""}});
+        assert_eq!(**of_call[0], head);
+        assert!(of_call[0]["id"].as_str().unwrap().starts_with("call_"), "{head}");
+        let arguments: Vec<&str> =
+            of_call[1..].iter().map(|entry| entry["function"]["arguments"].as_str().unwrap()).collect();
+        assert_eq!(arguments.concat(), "{\"a\": 1}");
+        assert!(arguments.len() > 1, "{arguments:?}");
+        let more = json!({"index": index, "function": {"arguments": arguments[0]}});
+        assert_eq!(**of_call[1], more, "no other field");
+    }
     assert_eq!(events.last().unwrap()["choices"][0]["finish_reason"], "tool_calls");
     // Without tools the text stays as it is.
     body["stream"] = json!(false);

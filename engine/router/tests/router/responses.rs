@@ -87,7 +87,9 @@ async fn calls_of_tools_are_items_of_their_own() {
     let engine = FakeEngine::start_model(&cluster.store, "decode-0", role, CONTEXT, MODEL, template).await;
     assert!(cluster.router.wait_ready(PATIENCE).await);
     let call = "\n<tool_call>\n{\"name\": \"w7\", \"arguments\": {\"word\": \"w8\"}}\n</tool_call>";
-    engine.behave(Behaviour::Write(vec!["I look.".into(), call.into(), call.into()]));
+    // The first call in two pieces, of which each has a part of the arguments.
+    let (begun, rest) = call.split_at(call.find(": \"w8").unwrap());
+    engine.behave(Behaviour::Write(vec!["I look.".into(), begun.into(), rest.into(), call.into()]));
     let tools = json!([{"type": "function", "name": "w7", "parameters": {"type": "object"}, "strict": false}]);
     let mut body = json!({"model": MODEL, "input": "w1", "tools": tools});
     let answer: Value = cluster.post("/v1/responses", body.clone()).await.json().await.unwrap();
@@ -100,11 +102,21 @@ async fn calls_of_tools_are_items_of_their_own() {
     body["stream"] = json!(true);
     let streamed = events(&cluster.post("/v1/responses", body.clone()).await.text().await.unwrap());
     let at = streamed.iter().position(|event| event["item"]["type"] == "function_call").unwrap();
-    let of_call =
-        ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"];
-    assert_eq!(types(&streamed)[at..at + 4], of_call);
-    assert_eq!(streamed[at + 1]["delta"], called["arguments"]);
-    assert!((at..at + 4).all(|at| streamed[at]["output_index"] == 1), "{streamed:?}");
+    let of_call = [
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+    ];
+    assert_eq!(types(&streamed)[at..at + 5], of_call);
+    let deltas: Vec<&str> = streamed[at + 1..at + 3].iter().map(|event| event["delta"].as_str().unwrap()).collect();
+    assert_eq!(deltas, ["{\"word\"", ": \"w8\"}"]);
+    assert_eq!(
+        (&streamed[at]["item"]["arguments"], &streamed[at + 3]["arguments"]),
+        (&json!(""), &called["arguments"])
+    );
+    assert!((at..at + 5).all(|at| streamed[at]["output_index"] == 1), "{streamed:?}");
     let (mut last, mut whole) = (streamed.last().unwrap()["response"]["output"].clone(), answer["output"].clone());
     without_ids(&mut last);
     without_ids(&mut whole);

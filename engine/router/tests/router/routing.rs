@@ -205,6 +205,32 @@ async fn engine_that_stops_with_all_store_nodes_disappears_and_may_return() {
     eventually("it answers again", || names().len() == 2).await;
 }
 
+/// Counts rounds, because a busy machine stretches them. Unit tests of discovery bound their time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engine_that_does_not_answer_leaves_in_few_rounds() {
+    let cluster = TestCluster::with(0, 2, |options| options.poll_interval = Duration::from_millis(250)).await;
+    let engine = &cluster.decodes[0];
+    let is_out = || cluster.router.engines().iter().all(|engine| engine.name != "decode-0");
+    let checks = || engine.identity_checks.load(Ordering::SeqCst);
+    engine.is_gone.store(true, Ordering::SeqCst);
+    let before = checks();
+    let members = cluster.store.members.lock().clone();
+    cluster.store.members.lock().retain(|member| member.name != "decode-0");
+    eventually("the engine that the store does not name is out", is_out).await;
+    assert_eq!(checks() - before, 1);
+    engine.is_gone.store(false, Ordering::SeqCst);
+    *cluster.store.members.lock() = members;
+    eventually("it is back", || cluster.router.engines().len() == 2).await;
+    engine.is_gone.store(true, Ordering::SeqCst);
+    let before = checks();
+    cluster.store.is_down.store(true, Ordering::SeqCst);
+    eventually("the engine is out without a store", is_out).await;
+    // Five rounds of 250 ms or more for a limit of 1 s. The store named it last, so once it is out
+    // the router probes it: some of these count until the test sees that it is out.
+    let rounds = checks() - before;
+    assert!((2..=8).contains(&rounds), "{rounds} rounds");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn model_with_too_many_bytes_of_files_is_not_served() {
     let cluster = TestCluster::new(0, 1).await;

@@ -17,7 +17,7 @@ async fn put_pages(client: &Client, tokens: &[u32]) {
     let mut parent = PageKey::NONE;
     for (position, key) in (0..).zip(page_keys(tokens, PAGE_TOKENS as usize)) {
         let deadline = Instant::now() + PATIENCE;
-        let mut page = client.put(NewPage { key, parent, position }, deadline);
+        let mut page = client.put(NewPage { key, parent, position, token_ids: Vec::new() }, deadline);
         for part in 0..geometry.part_count() {
             page.part(part, Bytes::from(vec![position as u8; geometry.part_bytes(part)]));
         }

@@ -4,7 +4,6 @@
 use super::{Scheduler, SchedulerEvent};
 use crate::load::{ComputeCost, FollowLimits, LoadJob, Loaded, load};
 use crate::metrics::PageSource;
-use crate::publish::page_of;
 use crate::radix::RadixTree;
 use crate::sequence::{RequestKind, RequestState, Sequence};
 use larder_client::{NewPage, PutOutcome};
@@ -24,23 +23,25 @@ impl Scheduler {
     /// Reserves pages for queued requests, oldest first, and starts their loads. Stops at the first
     /// request that does not fit: a later one must not overtake it.
     ///
-    /// At most one request whose prompt needs all logits is active. The next one waits in the queue
-    /// without pages, and other requests overtake it.
+    /// Requests that wait for something else are overtaken. A peer with all its running places
+    /// waits for its own requests to end. A preempted request has kept its place. At most one
+    /// request whose prompt needs all logits is active.
     pub(super) fn admit(&mut self) {
-        // Twice the batch: half of the requests can load while the other half computes.
-        let active_max = 2 * self.context.limits.step.max_batch;
         let mut has_whole = self.active.iter().any(Sequence::wants_prompt_logits);
         let mut at = 0;
-        while self.active.len() < active_max
-            && let Some(next) = self.queue.get(at)
-        {
+        while let Some(next) = self.queue.get_mut(at) {
             let is_whole = next.wants_prompt_logits();
-            if is_whole && has_whole {
+            let place = match is_whole && has_whole {
+                true => None,
+                false => next.running_place.take().or_else(|| self.running.of(next.peer).take(1)),
+            };
+            let Some(place) = place else {
                 at += 1;
                 continue;
-            }
+            };
             let Some(mut sequence) = self.queue.remove(at) else { return };
             if !self.reserve(&mut sequence) {
+                sequence.running_place = sequence.was_preempted().then_some(place);
                 self.queue.insert(at, sequence);
                 // Head-of-line blocking is intended: a smaller request must not starve a larger,
                 // older one.
@@ -48,6 +49,7 @@ impl Scheduler {
             }
             has_whole |= is_whole;
             sequence.queue_place = None;
+            sequence.running_place = Some(place);
             sequence.times.admitted.get_or_insert_with(Instant::now);
             sequence.withhold(|key| self.withheld.contains(key));
             self.start_load(&mut sequence);
@@ -59,8 +61,8 @@ impl Scheduler {
     /// L1 are shared, the rest come from the pool.
     fn reserve(&mut self, sequence: &mut Sequence) -> bool {
         let cacheable = sequence.cacheable_pages();
-        let cached =
-            if sequence.cache.uses_l1() { self.radix.match_prefix(&sequence.keys[..cacheable]) } else { Vec::new() };
+        let reads_l1 = sequence.cache.uses_l1() && sequence.reads_cached_pages();
+        let cached = if reads_l1 { self.radix.match_prefix(&sequence.keys[..cacheable]) } else { Vec::new() };
         let needed = sequence.pages_to_reserve() - cached.len();
         let mut pages = Vec::with_capacity(needed);
         while pages.len() < needed {
@@ -89,7 +91,7 @@ impl Scheduler {
             RequestKind::Decode(_) => cacheable > present,
         };
         // Nothing to load: skip the round trip to the store.
-        if !sequence.cache.uses_store() || !wants_store {
+        if !sequence.cache.uses_store() || !wants_store || !sequence.reads_cached_pages() {
             self.make_ready(sequence);
             return;
         }
@@ -202,7 +204,7 @@ impl Scheduler {
     fn put_copies(&self, sequence: &Sequence, indices: Range<usize>) -> Vec<JoinHandle<PutOutcome>> {
         let shareable = indices.filter(|&index| sequence.is_shareable(index));
         let copies = shareable.filter_map(|index| Some((index, sequence.pages.sealed(index)?)));
-        copies.map(|(index, page)| self.put_copy(page_of(&sequence.keys, index), page, 0)).collect()
+        copies.map(|(index, page)| self.put_copy(sequence.new_page(index), page, 0)).collect()
     }
 
     /// Returns `true` if L1 holds this content of a page, no forget of the page is in progress, and
@@ -252,7 +254,7 @@ impl Scheduler {
                     radix.insert(key, parent_key(&sequence.keys, index), page)
                 }
                 Some(page) => page,
-                None => match uses_l1.then(|| radix.get(&key)).flatten() {
+                None => match (uses_l1 && sequence.reads_cached_pages()).then(|| radix.get(&key)).flatten() {
                     Some(page) => {
                         sequence.count_pages(PageSource::L1, 1);
                         page
@@ -310,5 +312,68 @@ pub(super) fn allocate(pool: &Arc<KvPool>, radix: &mut RadixTree<SealedPage>, ev
             return None;
         }
         evicted.inc();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::{CacheMode, Role};
+    use crate::metrics::Metrics;
+    use crate::request_memory::{RequestBudget, RequestSize};
+    use crate::scheduler::running_places;
+    use crate::sequence::{PrefillOutput, SequenceParams};
+    use larder_format::MAX_TOKEN_IDS;
+    use larder_http::{PeerAddress, PeerBudget, PeerCharge};
+    use tokio::sync::oneshot;
+    use tokio_util::sync::CancellationToken;
+
+    fn sequence() -> Sequence {
+        sequence_of(4, 4)
+    }
+
+    /// Sequence of so many tokens.
+    fn sequence_of(tokens: usize, page_tokens: usize) -> Sequence {
+        let peer = PeerAddress::default();
+        let size = RequestSize { body_bytes: 100, tokens, prompt_logprobs: None };
+        let params = SequenceParams {
+            id: 1,
+            peer,
+            request_id: "request".into(),
+            cache: CacheMode::All,
+            tokens: vec![1; tokens],
+            kind: RequestKind::Prefill(PrefillOutput { reply: oneshot::channel().0, commits: Vec::new() }),
+            deadline: Instant::now(),
+            cancel: CancellationToken::new(),
+            queue_place: PeerBudget::new(1).of(peer).take(1).unwrap(),
+            memory: RequestBudget::new(1 << 20, 1 << 20, page_tokens as u32).take(peer, size).unwrap(),
+        };
+        Sequence::new(params, page_tokens, Arc::new(Metrics::new(Role::Prefill)))
+    }
+
+    #[test]
+    fn pages_to_put_have_only_token_ids_that_a_store_takes() {
+        for (page_tokens, expected) in [(4, 4), (MAX_TOKEN_IDS, MAX_TOKEN_IDS), (MAX_TOKEN_IDS + 1, 0)] {
+            let sequence = sequence_of(2 * page_tokens, page_tokens);
+            assert_eq!(sequence.new_page(1).token_ids, vec![1; expected]);
+        }
+    }
+
+    /// Its peer has more than its part by now, so it would get no other place before most of the
+    /// peer's requests end. The client of a generation has read its first tokens.
+    #[test]
+    fn preempted_request_keeps_its_running_place() {
+        let running = running_places(4);
+        let [crowd, other] = [1_u8, 2].map(|last| running.of(PeerAddress::of([10, 0, 0, last].into())));
+        let mut places: Vec<PeerCharge> = std::iter::from_fn(|| crowd.take(1)).collect();
+        let of_other: Vec<PeerCharge> = std::iter::from_fn(|| other.take(1)).collect();
+        assert_eq!((places.len(), of_other.len(), running.free()), (6, 2, 0));
+        let mut preempted = sequence();
+        preempted.running_place = places.pop();
+        preempted.preempt();
+        assert_eq!(running.free(), 0);
+        drop(preempted);
+        assert_eq!(running.free(), 1);
+        assert!(crowd.take(1).is_none(), "it would wait");
     }
 }

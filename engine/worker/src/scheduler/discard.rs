@@ -9,12 +9,14 @@
 //!   pages in L1 nor opens puts of them.
 //! - A sequence that held a forgotten page may finish with it. It shares that page and all later
 //!   ones with no other sequence, not even after the hold.
-//! - No sequence computes from a page that is known to be damaged or suspect.
+//! - No sequence computes from a page that is known to be damaged or suspect. A device that reads
+//!   wrong bytes of a page ends the step before it computes with them.
 //! - A request whose pass gave values that are not finite fails. It gets no token from them.
 
 use super::{RETRY_AFTER_MS, Scheduler};
 use crate::api::{ApiError, ErrorCode};
 use crate::commits::Commits;
+use crate::forgets::ForgottenKeys;
 use crate::metrics::RequestOutcome;
 use crate::sequence::Sequence;
 use crate::store::PageStore;
@@ -24,8 +26,6 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Maximum number of forgets whose hold is not over. The engine refuses further ones.
-const HOLDS_MAX: usize = 64;
 /// Maximum time for the store to forget suspect pages. The failed request waits for it, so that a
 /// retry finds the pages gone.
 const FORGET_SUSPECTS_TIMEOUT: Duration = Duration::from_secs(2);
@@ -34,29 +34,28 @@ const FORGET_SUSPECTS_TIMEOUT: Duration = Duration::from_secs(2);
 /// forget.
 const COMMITS_WAIT: Duration = Duration::from_secs(1);
 
+/// Maximum number of pages with wrong bytes on the device that a request survives.
+const DAMAGED_COPIES_MAX: u32 = 2;
+
 /// Keys that the engine must not cache or put for now.
 #[derive(Default)]
 pub(super) struct WithheldKeys {
-    holds: Vec<(Instant, Arc<HashSet<PageKey>>)>,
+    /// At most [`HOLDS_MAX`](crate::forgets::HOLDS_MAX): each set has a place of the budget.
+    holds: Vec<(Instant, Arc<ForgottenKeys>)>,
 }
 
 impl WithheldKeys {
-    /// Begins a hold, or ends one hold of the same keys if `time` is zero. Returns `false` if there
-    /// are too many.
-    fn hold(&mut self, keys: Arc<HashSet<PageKey>>, time: Duration, now: Instant) -> bool {
+    /// Begins a hold, or ends one hold of the same keys if `time` is zero.
+    fn hold(&mut self, keys: Arc<ForgottenKeys>, time: Duration, now: Instant) {
         self.expire(now);
-        if time.is_zero() {
-            // One only: another router may hold the same keys.
-            if let Some(at) = self.holds.iter().position(|(_, held)| *held == keys) {
-                self.holds.swap_remove(at);
-            }
-            return true;
+        if !time.is_zero() {
+            self.holds.push((now + time, keys));
+            return;
         }
-        if self.holds.len() >= HOLDS_MAX {
-            return false;
+        // One only: another router may hold the same keys.
+        if let Some(at) = self.holds.iter().position(|(_, held)| held.get() == keys.get()) {
+            self.holds.swap_remove(at);
         }
-        self.holds.push((now + time, keys));
-        true
     }
 
     pub(super) fn expire(&mut self, now: Instant) {
@@ -68,24 +67,23 @@ impl WithheldKeys {
     }
 
     pub(super) fn contains(&self, key: &PageKey) -> bool {
-        self.holds.iter().any(|(_, keys)| keys.contains(key))
+        self.holds.iter().any(|(_, keys)| keys.get().contains(key))
     }
 }
 
 impl Scheduler {
     /// Drops pages from L1 and aborts their open puts. For `hold`, the engine then treats these
     /// keys as not cacheable. Returns the number of pages dropped, those after the named ones
-    /// included, or `None` if too many forgets are in progress.
-    pub(super) fn forget(&mut self, keys: &Arc<HashSet<PageKey>>, hold: Duration) -> Option<usize> {
-        if !self.withheld.hold(keys.clone(), hold, Instant::now()) {
-            return None;
-        }
+    /// included.
+    pub(super) fn forget(&mut self, keys: &Arc<ForgottenKeys>, hold: Duration) -> usize {
+        self.withheld.hold(keys.clone(), hold, Instant::now());
+        let keys = keys.get();
         for sequence in &mut self.active {
             sequence.withhold(|key| keys.contains(key));
         }
         let dropped = keys.iter().map(|key| self.radix.remove(key)).sum();
-        self.context.metrics.l1_pages_forgotten.inc_by(dropped as u64);
-        Some(dropped)
+        self.context.metrics.l1.pages_forgotten.inc_by(dropped as u64);
+        dropped
     }
 
     /// Marks sequences that reach withheld keys, by admission or by generating.
@@ -108,12 +106,49 @@ impl Scheduler {
         let Some(page) = self.radix.peek(key).cloned() else { return };
         let Err(mismatch) = page.verify() else { return };
         tracing::error!(%key, %mismatch, "L1 page damaged in memory: dropped; check the machine's memory [LRD0408]");
-        self.context.metrics.l1_pages_corrupt.inc();
+        self.context.metrics.l1.pages_corrupt.inc();
         self.radix.remove(key);
         self.preempt_users(|s| {
             let at = s.keys.iter().position(|own| own == key);
             at.is_some_and(|at| uses(s, at, &page))
         });
+    }
+
+    /// Drops page `index` of a request, of which the device has read other bytes than its checksums
+    /// say. The requests that use it start again without it. The other requests of the step compute
+    /// it again.
+    ///
+    /// A request that meets such pages repeatedly computes all its pages itself, and then fails:
+    /// the device cannot read.
+    pub(super) fn discard_copy(&mut self, id: u64, index: usize) {
+        let Some(at) = self.active.iter().position(|s| s.id == id) else { return };
+        let sequence = &mut self.active[at];
+        sequence.damaged_copies += 1;
+        let has_failed = sequence.damaged_copies > DAMAGED_COPIES_MAX;
+        let key = sequence.keys.get(index).copied();
+        let page = sequence.pages.sealed(index).cloned();
+        let is_intact_here = page.as_ref().is_none_or(|page| page.verify().is_ok());
+        tracing::error!(request = %sequence.request_id, ?key, index, is_intact_here, "the device read other bytes of an L1 page than its checksums say: dropped; check the machine's memory, or the device if the page is intact here [LRD0408]");
+        self.context.metrics.l1.pages_corrupt.inc();
+        if let (Some(key), Some(page)) = (key, page) {
+            // L1 may have another copy of the page by now.
+            if self.radix.peek(&key).is_some_and(|cached| Arc::ptr_eq(cached, &page)) {
+                self.radix.remove(&key);
+            }
+            self.preempt_users(|s| {
+                let at = s.keys.iter().position(|own| *own == key);
+                at.is_some_and(|at| uses(s, at, &page))
+            });
+        }
+        // If it has no key or seal, nothing has queued its only user yet.
+        self.preempt(id);
+        if has_failed
+            && let Some(at) = self.queue.iter().position(|s| s.id == id)
+            && let Some(failed) = self.queue.remove(at)
+        {
+            let message = "the device of the engine read wrong bytes repeatedly; use another engine";
+            failed.fail(ApiError::new(ErrorCode::Internal, message), RequestOutcome::Failed);
+        }
     }
 
     /// Preempts the requests that use a discarded page: their later pages were computed from it.
@@ -135,6 +170,7 @@ impl Scheduler {
         // Returned before the wait below.
         sequence.pages.clear();
         sequence.puts.clear();
+        sequence.running_place = None;
         if suspects.is_empty() {
             tracing::error!(request = %sequence.request_id, "the model computed values that are not finite; check its weights [LRD0410]");
             let message = "the model computed values that are not finite for this prompt; its weights may be damaged";
@@ -168,7 +204,7 @@ impl Scheduler {
         let dropped = self.radix.remove(key);
         if dropped > 0 {
             tracing::debug!(%key, dropped, "dropped a page from L1 that the store refused as a copy");
-            self.context.metrics.l1_pages_forgotten.inc_by(dropped as u64);
+            self.context.metrics.l1.pages_forgotten.inc_by(dropped as u64);
         }
     }
 }
@@ -226,22 +262,23 @@ async fn forget_suspects(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::forgets::ForgetBudget;
+    use larder_http::PeerAddress;
 
     #[test]
     fn hold_ends_with_its_time_or_its_release() {
         let mut withheld = WithheldKeys::default();
         let now = Instant::now();
         let second = Duration::from_secs(1);
-        let keys = Arc::new(HashSet::from([PageKey([1; 32])]));
-        assert!(withheld.hold(keys.clone(), second, now) && withheld.hold(keys.clone(), second * 2, now));
-        assert!(withheld.contains(&PageKey([1; 32])) && !withheld.contains(&PageKey([2; 32])));
-        assert!(withheld.hold(Arc::new(HashSet::clone(&keys)), Duration::ZERO, now));
-        assert!(withheld.contains(&PageKey([1; 32])), "another forget holds it still");
+        let budget = ForgetBudget::new(100, 1);
+        let forget = || Arc::new(budget.begin(PeerAddress::default(), vec![7], true).unwrap().keys());
+        let [key, other] = [[7], [8]].map(|tokens| PageKey::chain(None, &tokens));
+        withheld.hold(forget(), second, now);
+        withheld.hold(forget(), second * 2, now);
+        assert!(withheld.contains(&key) && !withheld.contains(&other));
+        withheld.hold(forget(), Duration::ZERO, now);
+        assert!(withheld.contains(&key), "another forget holds it still");
         withheld.expire(now + second * 2);
         assert!(withheld.is_empty());
-        for _ in 0..HOLDS_MAX {
-            assert!(withheld.hold(keys.clone(), second, now));
-        }
-        assert!(!withheld.hold(keys, second, now));
     }
 }

@@ -2,15 +2,15 @@
 //! pages, sample tokens.
 
 use super::admit::{allocate, parent_key};
-use super::{EWMA_WEIGHT, Scheduler};
+use super::{EWMA_WEIGHT, RETRY_AFTER_MS, Scheduler};
 use crate::api::{ApiError, ErrorCode};
 use crate::batch::{self, Candidate, PlannedChunk};
 use crate::metrics::RequestOutcome;
-use crate::publish::{CompletingPage, PublishHooks, page_of};
+use crate::publish::{CompletingPage, PublishHooks};
 use crate::sampling::{Sampled, SamplingError, SamplingJob};
 use crate::sequence::{RequestKind, Sequence};
 use larder_client::PutOutcome;
-use larder_model::{Chunk, LogitRows};
+use larder_model::{Chunk, ForwardError, LogitRows};
 use rayon::prelude::*;
 use std::sync::Arc;
 use std::time::Instant;
@@ -49,6 +49,7 @@ impl Scheduler {
         let candidates: Vec<Candidate<'_>> = ready
             .iter()
             .map(|(_, s)| Candidate {
+                peer: s.peer,
                 position: s.pages.computed(),
                 span: s.pages.span(s.target()).min(if s.wants_prompt_logits() { LOGIT_ROWS_MAX } else { usize::MAX }),
                 generating: s.is_generating(),
@@ -125,6 +126,11 @@ impl Scheduler {
         };
         match result {
             Ok(logits) => self.apply_results(granted, hooks, logits),
+            Err(ForwardError::Damaged { chunk, page }) => {
+                // Aborts the puts of the step. The next one opens them again.
+                drop(hooks);
+                self.discard_copy(self.active[granted[chunk].candidate].id, page);
+            }
             Err(error) => self.fail_step(granted, &error.to_string()),
         }
         self.record_step(granted, started);
@@ -151,7 +157,7 @@ impl Scheduler {
                 let put = match sequence.puts.remove(&page) {
                     Some(put) => put,
                     // The put opens before the computation, so that followers find it.
-                    None => self.context.publisher.open(page_of(&sequence.keys, page)),
+                    None => self.context.publisher.open(sequence.new_page(page)),
                 };
                 if end >= (page + 1) * page_tokens {
                     hooks.pages.push(CompletingPage::new(chunk, page, put));
@@ -196,7 +202,14 @@ impl Scheduler {
                     continue;
                 }
                 Err(SamplingError::Guide(error)) => {
-                    refused.push((sequence.id, error));
+                    let error = ApiError::new(ErrorCode::BadRequest, error.to_string());
+                    refused.push((sequence.id, error, RequestOutcome::Failed));
+                    continue;
+                }
+                Err(SamplingError::GuideMemory) => {
+                    let message = "constraints of requests of your address take all the engine's memory for them; \
+                                   retry later or use another engine";
+                    refused.push((sequence.id, ApiError::busy(message, RETRY_AFTER_MS), RequestOutcome::Refused));
                     continue;
                 }
             };
@@ -222,7 +235,7 @@ impl Scheduler {
         for completing in hooks.pages {
             let sequence = &mut self.active[granted[completing.chunk].candidate];
             let Some(page) = sequence.pages.sealed(completing.page) else { continue };
-            let named = page_of(&sequence.keys, completing.page);
+            let named = sequence.new_page(completing.page);
             let commit = self.context.publisher.commit(named, completing.put, page);
             if let RequestKind::Prefill(output) = &mut sequence.kind {
                 output.commits.push(commit);
@@ -236,10 +249,9 @@ impl Scheduler {
             }
         }
         unusable.into_iter().for_each(|id| self.fail_unusable(id));
-        for (id, error) in refused {
+        for (id, error, outcome) in refused {
             let ended = self.active.extract_if(.., |s| s.id == id);
-            let error = ApiError::new(ErrorCode::BadRequest, error.to_string());
-            ended.for_each(|sequence| sequence.fail(error.clone(), RequestOutcome::Failed));
+            ended.for_each(|sequence| sequence.fail(error.clone(), outcome));
         }
     }
 
@@ -267,6 +279,7 @@ impl Scheduler {
             sequence.enter_computing();
             // Release L1 before the wait. The puts own copies of the bytes.
             sequence.pages.clear();
+            sequence.running_place = None;
             let metrics = self.context.metrics.clone();
             self.context.tasks.spawn(async move {
                 let Sequence { kind, deadline, state, cancel, .. } = sequence;
@@ -313,7 +326,8 @@ impl Scheduler {
 /// Returns `true` if the store does not hold the page after this put, as far as the engine knows.
 fn is_lost(outcome: &PutOutcome) -> bool {
     match outcome {
-        PutOutcome::Lost | PutOutcome::Busy { .. } | PutOutcome::Refused | PutOutcome::Forgotten => true,
+        PutOutcome::Lost | PutOutcome::Busy { .. } => true,
+        PutOutcome::Refused | PutOutcome::Forgotten | PutOutcome::Retired => true,
         // The other writer may never send a byte.
         PutOutcome::InProgress => true,
         PutOutcome::Stored | PutOutcome::AlreadyThere => false,

@@ -2,6 +2,8 @@
 //! implementation of generation.
 #![allow(dead_code)]
 
+pub mod fake_redis;
+pub mod link;
 pub mod real;
 
 use futures::future::BoxFuture;
@@ -12,7 +14,7 @@ use larder_runtime::lock::Mutex;
 use larder_worker::api::{
     ApiError, CacheMode, DecodeEvent, DecodeRequest, DecodeStart, PrefillRequest, PrefillResponse, TokenLogprobs,
 };
-use larder_worker::store::{Fetched, Followed, LookupPurpose, OpenPut, PageStore, PutSource};
+use larder_worker::store::{Fetched, Followed, Got, LookupPurpose, OpenPut, PageStore, PutSource};
 use larder_worker::{Engine, EngineHandle, EngineOptions, Preloaded, Role};
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
@@ -86,6 +88,7 @@ struct Inner {
     aborted: HashSet<PageKey>,
     down: bool,
     lose_puts: bool,
+    busy_to_puts: bool,
     flip_bits: bool,
     flip_bits_in_puts: bool,
     forgotten: HashMap<PageKey, u64>,
@@ -147,6 +150,11 @@ impl MemoryStore {
 
     pub fn lose_puts(&self, lose: bool) {
         self.inner.lock().lose_puts = lose;
+    }
+
+    /// Answers puts that it has no room for them now.
+    pub fn answer_busy_to_puts(&self, busy: bool) {
+        self.inner.lock().busy_to_puts = busy;
     }
 
     /// Forgets pages as nodes do: no copy from before may bring them back.
@@ -243,7 +251,7 @@ impl PageStore for Attached {
         })
     }
 
-    fn get(&self, pages: Vec<(PageKey, KvPage)>, _deadline: Instant) -> BoxFuture<'_, Vec<(KvPage, Option<Fetched>)>> {
+    fn get(&self, pages: Vec<(PageKey, KvPage)>, _deadline: Instant) -> BoxFuture<'_, Vec<Got>> {
         Box::pin(async move {
             let inner = self.0.inner.lock();
             let read = |(key, mut page): (PageKey, KvPage)| match inner.pages.get(&key).filter(|_| !inner.down) {
@@ -252,13 +260,13 @@ impl PageStore for Attached {
                     if inner.flip_bits {
                         page.as_mut()[77] ^= 4;
                     }
-                    (page, Some(Fetched { tier: Tier::L2, seal: seal(&inner, stored) }))
+                    Got::Hit(page, Fetched { tier: Tier::L2, is_direct: false, seal: seal(&inner, stored) })
                 }
                 None => {
                     // Poison the buffer of a miss: an engine that used it would generate wrong
                     // tokens.
                     page.as_mut().fill(0xEE);
-                    (page, None)
+                    Got::Miss(Some(page))
                 }
             };
             pages.into_iter().map(read).collect()
@@ -331,6 +339,10 @@ impl PageStore for Attached {
     fn nodes_connected(&self) -> usize {
         usize::from(!self.0.inner.lock().down)
     }
+
+    fn pages_damaged(&self) -> u64 {
+        0
+    }
 }
 
 impl Drop for MemoryPut {
@@ -356,6 +368,9 @@ impl OpenPut for MemoryPut {
             let mut inner = self.store.inner.lock();
             if inner.down || inner.lose_puts {
                 return (PutOutcome::Lost, self.origin);
+            }
+            if inner.busy_to_puts {
+                return (PutOutcome::Busy { retry_after: Duration::from_millis(20) }, self.origin);
             }
             let bytes: Vec<u8> = self.parts.iter().flat_map(|(bytes, _)| bytes).copied().collect();
             let page_crcs: Vec<u32> = self.parts.iter().flat_map(|(_, crcs)| crcs).copied().collect();
@@ -487,45 +502,48 @@ pub async fn metric(engine: &EngineHandle, line_start: &str) -> f64 {
     line.map_or(0.0, |line| line.rsplit(' ').next().unwrap().parse().unwrap())
 }
 
-/// Waits up to a minute until the engine holds no pages except cached ones. Returns `false` on
-/// timeout.
-pub async fn is_idle(engine: &EngineHandle) -> bool {
+/// Waits up to a minute until `condition` holds. Returns `false` on timeout.
+#[must_use]
+pub async fn eventually(condition: impl AsyncFn() -> bool) -> bool {
     let until = Instant::now() + Duration::from_secs(60);
-    while Instant::now() < until {
-        let s = engine.state();
-        if s.queue == 0 && s.running == 0 && s.l1_pages > 0 && s.l1_pages_free + s.l1_pages_cached == s.l1_pages {
-            return true;
+    while !condition().await {
+        if Instant::now() >= until {
+            return false;
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
+    true
+}
+
+/// Waits until the engine holds no pages except cached ones. Returns `false` on timeout.
+pub async fn is_idle(engine: &EngineHandle) -> bool {
+    let is_idle = eventually(async || {
+        let s = engine.state();
+        s.queue == 0 && s.running == 0 && s.l1_pages > 0 && s.l1_pages_free + s.l1_pages_cached == s.l1_pages
+    });
+    is_idle.await || failed(engine)
+}
+
+fn failed(engine: &EngineHandle) -> bool {
     eprintln!("{:?}", engine.state());
     false
 }
 
-/// Waits up to 30 s until L1 caches `pages` pages.
+/// Waits until L1 caches `pages` pages. Returns `false` on timeout.
 pub async fn caches(engine: &EngineHandle, pages: usize) -> bool {
-    let until = Instant::now() + Duration::from_secs(30);
-    while engine.state().l1_pages_cached as usize != pages && Instant::now() < until {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    engine.state().l1_pages_cached as usize == pages
+    eventually(async || engine.state().l1_pages_cached as usize == pages).await
 }
 
-/// Waits up to a minute until the scrub has verified each page that L1 caches, at least `pages`,
-/// and the engine knows the result. Returns `false` on timeout.
+/// Waits until the scrub has verified each page that L1 caches, at least `pages`, and the engine
+/// knows the result. Returns `false` on timeout.
 pub async fn scrubs_l1(engine: &EngineHandle, pages: usize) -> bool {
     const VERIFIED: &str = "larder_engine_l1_scrubbed_pages_total";
-    let until = Instant::now() + Duration::from_secs(60);
     let before = metric(engine, VERIFIED).await;
-    while Instant::now() < until {
+    let scrubbed = eventually(async || {
         let cached = engine.state().l1_pages_cached as usize;
         // Three rounds: the first may have begun earlier, and the third begins after the scheduler
         // has handled the reports of the second.
-        if cached >= pages && metric(engine, VERIFIED).await >= before + 3.0 * cached as f64 {
-            return true;
-        }
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    eprintln!("{:?}", engine.state());
-    false
+        cached >= pages && metric(engine, VERIFIED).await >= before + 3.0 * cached as f64
+    });
+    scrubbed.await || failed(engine)
 }

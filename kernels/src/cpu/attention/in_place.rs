@@ -9,16 +9,21 @@ use super::gather::{Place, elements, prefetch};
 use super::{BLOCK, ChunkInput, HeadLayout, KvElement, QUERY_GROUP};
 use std::ops::Range;
 
-/// Calls `$name::<N>` with the number of queries as a constant, at most [`QUERY_GROUP`].
+/// Most queries with which scores take two vectors of tokens at once. A chain of additions per
+/// query would leave the processor waiting for them.
+const FEW_QUERIES: usize = 3;
+
+/// Calls `$name::<N, G>` with the number of queries as a constant, at most [`QUERY_GROUP`]. `G`
+/// follows if there is one.
 macro_rules! by_queries {
-    ($count:expr, $name:ident::<$($type:ty),*>($($argument:expr),*)) => {
+    ($count:expr, $name:ident::<$($type:ty),* $(; $group:literal)?>($($argument:expr),*)) => {
         match $count {
-            1 => $name::<$($type,)* 1>($($argument),*),
-            2 => $name::<$($type,)* 2>($($argument),*),
-            3 => $name::<$($type,)* 3>($($argument),*),
-            4 => $name::<$($type,)* 4>($($argument),*),
-            5 => $name::<$($type,)* 5>($($argument),*),
-            _ => $name::<$($type,)* QUERY_GROUP>($($argument),*),
+            1 => $name::<$($type,)* 1 $(, $group)?>($($argument),*),
+            2 => $name::<$($type,)* 2 $(, $group)?>($($argument),*),
+            3 => $name::<$($type,)* 3 $(, $group)?>($($argument),*),
+            4 => $name::<$($type,)* 4 $(, $group)?>($($argument),*),
+            5 => $name::<$($type,)* 5 $(, $group)?>($($argument),*),
+            _ => $name::<$($type,)* QUERY_GROUP $(, $group)?>($($argument),*),
         }
     };
 }
@@ -75,9 +80,11 @@ impl<E: KvElement> Kernel for Scores<'_, E> {
         let Scores { keys: Tokens { input, layout, head_dim, start, len }, queries, out } = self;
         assert!((1..=BLOCK).contains(&len) && queries.len() == head_dim, "the block and the queries have their sizes");
         let mut place = Place::of(start, input.page_tokens);
-        for first in (0..len).step_by(V::LANES) {
-            let mut rows: [&[E]; LANES_MAX] = [&[]; LANES_MAX];
-            for lane in 0..V::LANES {
+        let mut first = 0;
+        while first < len {
+            let lanes = if out.len() <= FEW_QUERIES && len - first > V::LANES { 2 * V::LANES } else { V::LANES };
+            let mut rows: [&[E]; 2 * LANES_MAX] = [&[]; 2 * LANES_MAX];
+            for lane in 0..lanes {
                 if first + lane >= len {
                     // Lanes without a token repeat the last one. Their scores get no weight.
                     rows[lane] = rows[lane - 1];
@@ -86,54 +93,77 @@ impl<E: KvElement> Kernel for Scores<'_, E> {
                 rows[lane] = elements(input, layout, head_dim, place);
                 place.step(input.page_tokens);
             }
+            let rows = &rows[..lanes];
             // SAFETY: the caller guarantees the instruction set. The rows have `head_dim` elements.
-            unsafe { by_queries!(out.len(), score_lanes::<V, E>(&rows, queries, out, first)) };
+            unsafe {
+                if lanes == V::LANES {
+                    by_queries!(out.len(), score_lanes::<V, E; 1>(rows, queries, out, first));
+                } else {
+                    match out.len() {
+                        1 => score_lanes::<V, E, 1, 2>(rows, queries, out, first),
+                        2 => score_lanes::<V, E, 2, 2>(rows, queries, out, first),
+                        _ => score_lanes::<V, E, FEW_QUERIES, 2>(rows, queries, out, first),
+                    }
+                }
+            }
+            first += lanes;
         }
     }
 }
 
-/// Computes the scores of `N` queries with the keys in `rows`, the tokens from `first` on.
+/// Computes the scores of `N` queries with the keys in `rows`, `G` vectors of tokens from `first`
+/// on.
 ///
 /// # Safety
-/// The machine has the instruction set of `V`. The first `V::LANES` rows have an element for each
-/// of `queries`.
+/// The machine has the instruction set of `V`. There are `G · V::LANES` rows, each with an element
+/// for each of `queries`.
+///
+/// # Panics
+/// If there are fewer rows, or the tokens exceed the block.
 // Constant indices keep the vectors in registers. Iterators over the arrays may not.
 #[allow(clippy::needless_range_loop)]
 #[inline(always)]
-unsafe fn score_lanes<V: Vector, E: KvElement, const N: usize>(
-    rows: &[&[E]; LANES_MAX],
+unsafe fn score_lanes<V: Vector, E: KvElement, const N: usize, const G: usize>(
+    rows: &[&[E]],
     queries: &[[f32; QUERY_GROUP]],
     out: &mut [[f32; BLOCK]],
     first: usize,
 ) {
     let out: &mut [[f32; BLOCK]; N] = (&mut out[..N]).try_into().expect("N queries");
+    let rows = &rows[..G * V::LANES];
     let (whole, rest) = queries.split_at(queries.len() / V::LANES * V::LANES);
     // SAFETY: the caller guarantees the instruction set and the rows. A block has whole vectors.
     unsafe {
-        let mut sums = [V::splat(0.0); N];
+        let mut sums = [[V::splat(0.0); N]; G];
         for (index, queries) in whole.chunks_exact(V::LANES).enumerate() {
-            let mut keys = [V::splat(0.0); LANES_MAX];
-            for row in 0..V::LANES {
-                keys[row] = E::load(rows[row].as_ptr().add(index * V::LANES));
-            }
-            V::transpose(&mut keys);
-            for element in 0..V::LANES {
-                for n in 0..N {
-                    sums[n] = V::splat(queries[element][n]).mul_add(keys[element], sums[n]);
+            for group in 0..G {
+                let mut keys = [V::splat(0.0); LANES_MAX];
+                for row in 0..V::LANES {
+                    keys[row] = E::load(rows[group * V::LANES + row].as_ptr().add(index * V::LANES));
+                }
+                V::transpose(&mut keys);
+                for element in 0..V::LANES {
+                    for n in 0..N {
+                        sums[group][n] = V::splat(queries[element][n]).mul_add(keys[element], sums[group][n]);
+                    }
                 }
             }
         }
         for (element, query) in (whole.len()..).zip(rest) {
-            let mut keys = [0.0; LANES_MAX];
-            for row in 0..V::LANES {
-                keys[row] = rows[row][element].to_f32();
-            }
-            for n in 0..N {
-                sums[n] = V::splat(query[n]).mul_add(V::load_f32(keys.as_ptr()), sums[n]);
+            for group in 0..G {
+                let mut keys = [0.0; LANES_MAX];
+                for row in 0..V::LANES {
+                    keys[row] = rows[group * V::LANES + row][element].to_f32();
+                }
+                for n in 0..N {
+                    sums[group][n] = V::splat(query[n]).mul_add(V::load_f32(keys.as_ptr()), sums[group][n]);
+                }
             }
         }
-        for n in 0..N {
-            sums[n].store(out[n][first..first + V::LANES].as_mut_ptr());
+        for group in 0..G {
+            for n in 0..N {
+                sums[group][n].store(out[n][first + group * V::LANES..][..V::LANES].as_mut_ptr());
+            }
         }
     }
 }

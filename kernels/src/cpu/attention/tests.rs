@@ -65,7 +65,7 @@ fn pages(shape: &AttentionShape, keys: &[f32], values: &[f32], page_tokens: usiz
     pages
 }
 
-fn run<E: KvElement>(
+fn run<E: AttentionElement>(
     shape: &AttentionShape,
     queries: &[f32],
     pages: &[Vec<E>],
@@ -134,7 +134,7 @@ fn attention_agrees_with_the_formula_in_f64() {
 
 #[test]
 fn elements_of_two_bytes_give_the_bits_of_the_same_values_in_f32() {
-    fn check<E: KvElement>(name: &str) {
+    fn check<E: AttentionElement>(name: &str) {
         let (width, row) = (SHAPE.kv_heads * SHAPE.head_dim, SHAPE.heads * SHAPE.head_dim);
         let round = |x: &f32| E::from_f32(*x).to_f32();
         let keys: Vec<f32> = noise(90 * width, 7).iter().map(round).collect();
@@ -242,7 +242,7 @@ fn result_is_bit_identical_for_every_chunk_and_page_size() {
 
 #[test]
 fn row_that_is_read_in_place_gives_the_bits_of_the_same_row_in_a_copy() {
-    fn check<E: KvElement>(name: &str) {
+    fn check<E: AttentionElement>(name: &str) {
         let tokens = 2 * BLOCK + 41;
         for (heads_per_kv, head_dim) in [(1, 128), (2, 128), (3, 80), (4, 64), (5, 17), (6, 40), (2, 3)] {
             let shape = AttentionShape { heads: 2 * heads_per_kv, kv_heads: 2, head_dim, scale: 0.2 };

@@ -93,6 +93,14 @@ impl ByteSink for SocketSink {
             SocketSink::Local(sink) => sink.limit_buffered(is_limited),
         }
     }
+
+    fn unacknowledged_bytes(&self) -> Option<u64> {
+        let socket = match self {
+            SocketSink::Tcp(sink) => sink.socket(),
+            SocketSink::Local(sink) => sink.socket(),
+        };
+        larder_memory::socket::unacknowledged_bytes(socket?).ok()
+    }
 }
 
 impl Connector for SocketConnector {

@@ -170,6 +170,7 @@ fn finish(mut handler: ResponseHandler, response: Response) -> Option<ResponseHa
             return index.is_some().then_some(handler);
         }
         (ResponseHandler::Parts(parts), Response::FollowEnd { state, meta }) => parts.finish(state, meta),
+        (ResponseHandler::Parts(parts), Response::Busy { .. }) => parts.set_busy(),
         (ResponseHandler::Reply(_), response) => {
             if let ResponseHandler::Reply(reply) = handler {
                 // The caller may have stopped waiting.

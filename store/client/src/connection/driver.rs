@@ -54,8 +54,8 @@ async fn send_releases(connection: &Connection) {
 
 /// Signs of life of the node. Bytes count, not responses: a large one takes long on a slow link.
 struct Progress<'a> {
-    /// Received from the node, and page bytes taken by the socket. It takes none for a dead node
-    /// once its buffer is full.
+    /// Received from the node, and page bytes that the socket takes or the node acknowledges. A
+    /// dead node acknowledges none, and the socket takes none once its buffer is full.
     bytes: [Arc<AtomicU64>; 2],
     responses: &'a AtomicU64,
 }

@@ -263,6 +263,8 @@ pub(crate) enum FollowResult {
     Sealed,
     Aborted,
     Missed,
+    /// The node has no memory for the follow now.
+    Busy,
     Corrupt,
 }
 
@@ -346,6 +348,14 @@ impl PartsHandler {
             (_, FollowState::Miss) => FollowResult::Missed,
         };
         self.meta = meta.filter(|_| self.result == FollowResult::Sealed).map(Box::new);
+    }
+
+    /// Records that the node refuses the follow for now.
+    pub(super) fn set_busy(&mut self) {
+        // Damage outlasts whatever the node says later.
+        if self.result == FollowResult::Missed {
+            self.result = FollowResult::Busy;
+        }
     }
 
     pub(super) fn key(&self) -> PageKey {
@@ -475,6 +485,15 @@ mod tests {
         handler.finish(state, meta);
         drop(handler);
         done.try_recv().unwrap().1
+    }
+
+    #[test]
+    fn refused_follow_is_no_miss() {
+        let buffer = Box::new(vec![0u8; geometry().page_bytes()]);
+        let (mut handler, mut done) = PartsHandler::new(id(7), geometry(), buffer, PartsReceived::default());
+        handler.set_busy();
+        drop(handler);
+        assert_eq!(done.try_recv().unwrap().1, FollowResult::Busy);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::placement;
 use crate::random;
 use crate::url::Transport;
 use larder_format::{PageId, PageMeta, PageOrigin};
-use larder_memory::share::{ArenaMap, HeldBytes, SharedMemory};
+use larder_memory::share::{ArenaMap, ExpectedFiles, HeldBytes, SharedMemory};
 use larder_runtime::lock::Mutex;
 use larder_runtime::{fail_point, now};
 use larder_wire::{Entry, FrameQueue, Request, Response, TierCode, VERSION_COPIES, VERSION_SHARED_MEMORY_PUTS};
@@ -382,6 +382,12 @@ impl Connection {
         }
         let release = move || releases.add(Entry { request, index });
         self.arena.as_ref()?.hold(offset, bytes, release)
+    }
+
+    /// Begins to collect the files that the node sends for a request. `None` if no session connects
+    /// them.
+    pub(crate) fn expect_files(&self, request: u64) -> Option<ExpectedFiles> {
+        self.arena.as_ref()?.expect_files(request)
     }
 
     /// Like [`Connection::hold`], with the page's metadata.

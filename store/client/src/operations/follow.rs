@@ -25,6 +25,9 @@ pub enum FollowEnd {
     /// No put began before the deadline, the put did not end in time, or no node is connected. The
     /// content of the buffer is undefined.
     Miss,
+    /// The node has no memory for another follow of this client now. It has some again when one of
+    /// them ends, or requests of other clients do. The content of the buffer is undefined.
+    Busy,
 }
 
 type FollowedPage = (DynBuffer, FollowResult, Option<PageDescription>);
@@ -91,6 +94,7 @@ impl<B: AsMut<[u8]> + Send + 'static> Follow<B> {
             FollowResult::Sealed => FollowEnd::Sealed,
             FollowResult::Aborted => FollowEnd::Aborted,
             FollowResult::Missed => FollowEnd::Miss,
+            FollowResult::Busy => FollowEnd::Busy,
             FollowResult::Corrupt => {
                 count(&self.counters.corrupt, 1);
                 FollowEnd::Miss

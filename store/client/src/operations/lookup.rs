@@ -1,6 +1,7 @@
 //! Queries for pages: which exist, in which tier, and how long they stay.
 
 use super::durations::retry_delay;
+use super::extents::gives_extents;
 use crate::client::Client;
 use crate::connection::Connection;
 use futures::future::join_all;
@@ -92,16 +93,28 @@ impl Client {
     ///
     /// Does not retry at busy nodes: see [`Lookup::retry_after`].
     pub async fn lookup(&self, keys: &[PageKey], hold: Duration, deadline: Instant) -> Lookup {
+        self.lookup_holding(keys, hold, true, deadline).await
+    }
+
+    /// Like [`Client::lookup`], but nodes that give extents leave their pages on L3 there, and hold
+    /// only those in L2. For a caller that reads L3 by itself, with [`Client::extents`].
+    pub async fn lookup_without_loads(&self, keys: &[PageKey], hold: Duration, deadline: Instant) -> Lookup {
+        self.lookup_holding(keys, hold, false, deadline).await
+    }
+
+    async fn lookup_holding(&self, keys: &[PageKey], hold: Duration, load_l3: bool, deadline: Instant) -> Lookup {
         let hold_ms = u32::try_from(hold.as_millis()).unwrap_or(u32::MAX).min(MAX_HOLD_MS);
         let nodes = self.connected_nodes();
         nodes.yield_if_none().await;
         let requests = nodes.batches(keys, MAX_KEYS, 0).into_iter().map(|(connection, indices)| {
             let keys = indices.iter().map(|&index| keys[index]).collect();
+            let load_l3 = load_l3 || !gives_extents(&connection);
             async move {
                 let request = connection.next_request();
                 // Before the request leaves: if this future is dropped, the node must hear of it.
                 let lease = (hold_ms > 0).then(|| Lease { lookups: vec![(connection.clone(), request)] });
-                let answer = connection.request_as(request, &Request::Lookup { keys, hold_ms }, deadline).await;
+                let lookup = Request::Lookup { keys, hold_ms, load_l3 };
+                let answer = connection.request_as(request, &lookup, deadline).await;
                 (indices, lease, answer)
             }
         });

@@ -20,13 +20,16 @@ pub struct Member {
 }
 
 /// Time after its last renewal when a node drops a member.
-const TTL: Duration = Duration::from_secs(3);
+pub const MEMBER_TTL: Duration = Duration::from_secs(3);
 /// Interval of renewals. Three may be lost before a member lapses.
 const RENEW_EVERY: Duration = Duration::from_millis(800);
 
-/// Keeps a member registered. Dropping it withdraws the member from all connected nodes.
+/// Keeps a member registered, and the client attached. Dropping it withdraws the member from all
+/// connected nodes.
 pub struct Registration {
     stop: CancellationToken,
+    /// The connections end with the last clone of a client.
+    _client: Client,
 }
 
 impl Drop for Registration {
@@ -55,12 +58,12 @@ impl Client {
                 bytes_max = MAX_INFO_BYTES,
                 "member not registered: its name or description is too long; shorten it"
             );
-            return Registration { stop };
+            return Registration { stop, _client: self.clone() };
         }
         for node in self.nodes() {
             tokio::spawn(keep_registered(node.clone(), member.name.clone(), info.clone(), stop.clone()));
         }
-        Registration { stop }
+        Registration { stop, _client: self.clone() }
     }
 
     /// Members that the nodes know, merged by name and sorted. `None` if no node answers before
@@ -81,13 +84,13 @@ impl Client {
 }
 
 async fn keep_registered(node: Arc<NodeHandle>, name: String, info: String, stop: CancellationToken) {
-    let message = Request::Register { name: name.clone(), ttl_ms: TTL.as_millis() as u32, info };
+    let message = Request::Register { name: name.clone(), ttl_ms: MEMBER_TTL.as_millis() as u32, info };
     loop {
         let pool = node.pool();
         let renew = async {
             if let Some(pool) = &pool {
                 // Waits for room in a full queue: a busy connection must not let the member lapse.
-                pool.primary().send(&message, now() + TTL).await;
+                pool.primary().send(&message, now() + MEMBER_TTL).await;
             }
         };
         // Stops also while the queue is full.

@@ -12,7 +12,7 @@ use crate::client::Client;
 use crate::connection::{Connection, OpenParts, PartSource, SentPart, cancel_puts, open_parts, send_part};
 use crate::stats::{Counters, count};
 use bytes::Bytes;
-use larder_format::{CHUNK_BYTES, PageKey, PageOrigin, chunk_crcs};
+use larder_format::{CHUNK_BYTES, MAX_TOKEN_IDS, PageKey, PageOrigin, chunk_crcs};
 use larder_runtime::{fail_point, now};
 use larder_wire::{CommitOutcome, Entry, Request, ReserveOutcome, Reserved, Response, VERSION_COPIES};
 use serde::{Deserialize, Serialize};
@@ -30,6 +30,23 @@ pub struct NewPage {
     pub parent: PageKey,
     /// Index of the page in its sequence, from 0.
     pub position: u32,
+    /// Ids of the page's tokens, in order, for indexers that follow the node's KV events. Empty if
+    /// they are unknown. The client leaves out lists above [`MAX_TOKEN_IDS`], and all lists to
+    /// nodes that speak a protocol older than version 9. A node refuses more ids than a page has
+    /// tokens, unless the page is opaque. The put is then [`PutOutcome::Lost`].
+    pub token_ids: Vec<u32>,
+}
+
+impl NewPage {
+    /// The first page of a sequence, with unknown token ids.
+    pub fn first(key: PageKey) -> NewPage {
+        NewPage { key, parent: PageKey::NONE, position: 0, token_ids: Vec::new() }
+    }
+
+    /// Token ids to send.
+    pub(super) fn sent_token_ids(&self) -> &[u32] {
+        if self.token_ids.len() > MAX_TOKEN_IDS { &[] } else { &self.token_ids }
+    }
 }
 
 /// Options of [`Client::put_with`] and [`Client::put_pages`].
@@ -61,6 +78,9 @@ pub enum PutOutcome {
     /// The put was that of a copy, and the page may have been forgotten since it was copied. The
     /// caller must drop its copy, and may put the page again after computing it.
     Forgotten,
+    /// An operator has retired the namespace. Puts are refused until the rollback. Nodes that speak
+    /// a protocol older than version 8 answer [`PutOutcome::Lost`] instead.
+    Retired,
     /// Another client is putting this key now. The page appears when that client commits.
     InProgress,
     /// The node has no room for the put now.
@@ -289,7 +309,11 @@ fn count_outcome(counters: &Counters, outcome: PutOutcome) {
             count(&counters.puts_lost, 1);
             count(&counters.puts_busy, 1);
         }
-        PutOutcome::AlreadyThere | PutOutcome::Refused | PutOutcome::Forgotten | PutOutcome::InProgress => {}
+        PutOutcome::AlreadyThere
+        | PutOutcome::Refused
+        | PutOutcome::Forgotten
+        | PutOutcome::Retired
+        | PutOutcome::InProgress => {}
     }
 }
 
@@ -308,12 +332,20 @@ async fn run(
 ) -> Ended {
     let Some(connection) = connection else { return drain(&mut queue, PutOutcome::Lost).await };
     let parts = part_table.len();
-    let NewPage { key, parent, position } = page;
+    let NewPage { key, parent, position, .. } = page;
     let copy_of = match source.condition(&connection) {
         Ok(condition) => condition,
         Err(outcome) => return drain(&mut queue, outcome).await,
     };
-    let reserve = Reserved { key, parent, position, ttl_ms: options.ttl_ms(), part_bytes: part_table, copy_of };
+    let reserve = Reserved {
+        key,
+        parent,
+        position,
+        ttl_ms: options.ttl_ms(),
+        part_bytes: part_table,
+        copy_of,
+        token_ids: page.sent_token_ids().to_vec(),
+    };
     let request = Request::Reserve(vec![reserve]);
     let mut retries = options.busy_retries;
     loop {
@@ -333,6 +365,7 @@ async fn run(
             ReserveOutcome::Exists => None,
             ReserveOutcome::InProgress => Some(PutOutcome::InProgress),
             ReserveOutcome::Forgotten => Some(PutOutcome::Forgotten),
+            ReserveOutcome::Retired => Some(PutOutcome::Retired),
             ReserveOutcome::Busy => Some(PutOutcome::Busy { retry_after }),
             ReserveOutcome::Malformed => return drain(&mut queue, PutOutcome::Lost).await,
         };
@@ -348,7 +381,7 @@ async fn run(
                 tokio::time::sleep(pause).await;
             }
             Some(outcome) => return drain(&mut queue, outcome).await,
-            None => return compare_parts(&connection, page.key, parts, &mut queue, deadline).await,
+            None => return compare_parts(&connection, key, parts, &mut queue, deadline).await,
         }
     }
 }

@@ -26,6 +26,9 @@ const EAGER_BYTES: usize = 1 << 20;
 const GROUP_BYTES: usize = 16 << 20;
 /// Groups in flight at a time. The second hides the round trip of the first one's commit.
 const GROUPS_IN_FLIGHT: usize = 2;
+/// Token ids in one reservation: 128 KiB of them. The other fields of [`MAX_PUTS`] pages take up to
+/// 600 KiB of a body, which has room for 1 MiB.
+const TOKEN_IDS_MAX: usize = 32 << 10;
 /// Pages that are written by RDMA at a time.
 const RDMA_PAGES_IN_FLIGHT: usize = 8;
 
@@ -34,7 +37,8 @@ impl Client {
     /// are not exactly a page's are [`PutOutcome::Lost`].
     ///
     /// Cheaper than many calls of [`Client::put`]: each node gets one reservation for up to 1,024
-    /// pages. Bytes of a frozen [`Buffer`](crate::Buffer) save a copy.
+    /// pages, or fewer with long lists of token ids. Bytes of a frozen [`Buffer`](crate::Buffer)
+    /// save a copy.
     ///
     /// # Panics
     /// If the client was attached without a namespace.
@@ -69,7 +73,9 @@ impl Client {
         let nodes = self.connected_nodes();
         nodes.yield_if_none().await;
         let pages = &pages;
-        let puts = nodes.batches(&keys, MAX_PUTS, page_bytes).into_iter().map(|(connection, mut indices)| {
+        let token_ids = pages.iter().map(|(page, _)| page.sent_token_ids().len()).max().unwrap_or(0);
+        let batch_max = MAX_PUTS.min(TOKEN_IDS_MAX / token_ids.max(1));
+        let puts = nodes.batches(&keys, batch_max, page_bytes).into_iter().map(|(connection, mut indices)| {
             // Here, because the rest assumes a whole page.
             indices.retain(|&index| fits(&pages[index].1, part_table));
             put_with_retries(connection, pages, indices, options, part_table, deadline)
@@ -238,6 +244,7 @@ impl Batch<'_> {
             ttl_ms,
             part_bytes: self.part_table.to_vec(),
             copy_of: None,
+            token_ids: page.sent_token_ids().to_vec(),
         });
         Request::Reserve(reserved.collect())
     }
@@ -363,6 +370,7 @@ impl Batch<'_> {
                     compare(self.connection, page.key, crcs, self.deadline).await.0
                 }
                 ReserveOutcome::InProgress => PutOutcome::InProgress,
+                ReserveOutcome::Retired => PutOutcome::Retired,
                 ReserveOutcome::Busy => PutOutcome::Busy { retry_after },
                 // The pages are no copies, so a node that refuses them as such is broken.
                 ReserveOutcome::Malformed | ReserveOutcome::Forgotten => PutOutcome::Lost,
@@ -395,7 +403,7 @@ mod tests {
         // More than the queue has room for.
         let page = |number| {
             let key = PageKey::chain(None, &[number]);
-            (NewPage { key, parent: PageKey::NONE, position: 0 }, Parts::from([Bytes::from(vec![1; 1024])]))
+            (NewPage::first(key), Parts::from([Bytes::from(vec![1; 1024])]))
         };
         let pages = (0..400).map(page).collect();
         let deadline = Instant::now() + Duration::from_secs(10);

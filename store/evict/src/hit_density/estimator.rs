@@ -18,6 +18,10 @@
 //! expected hits divided by expected time (the Gittins index). At the end of its generation an open
 //! page goes on as a page of the class without an open generation.
 //!
+//! *Outlook.* The probability that a page is accessed again at all, up to the highest age of which
+//! there are observations. Density ranks pages by how soon they return; a slower tier with room for
+//! much more traffic needs to know which of them do.
+//!
 //! *Decay.* Old counts decay, with a half-life in accesses that grows with the number of resident
 //! pages. Ages are times, in ticks.
 
@@ -41,8 +45,34 @@ const PRIOR_PAGES: f64 = 20.0;
 /// Factor by which the rate falls from span to span where nothing was observed.
 const UNSEEN_DECAY: f64 = 0.707;
 const SAMPLE_SHIFT: u32 = 24;
+/// Probabilities of an access that separate the values of [`Outlook`].
+const LIKELY_MIN: f64 = 0.5;
+const UNLIKELY_MAX: f64 = 0.125;
 
 type Rates = [f64; SPANS];
+
+/// Probability of another access to a page, as far as the traffic so far can tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Outlook {
+    /// At most an eighth.
+    Unlikely,
+    /// Between the others, or not known.
+    Unclear,
+    /// At least a half.
+    Likely,
+}
+
+impl Outlook {
+    fn of(probability: f64) -> Outlook {
+        if probability >= LIKELY_MIN {
+            Outlook::Likely
+        } else if probability <= UNLIKELY_MAX {
+            Outlook::Unlikely
+        } else {
+            Outlook::Unclear
+        }
+    }
+}
 
 #[derive(Debug, Clone, Copy)]
 struct Tracked {
@@ -71,6 +101,8 @@ pub(super) struct DensityEstimator {
     sample_bits: u32,
     counts: Vec<Counts>,
     density: Vec<f32>,
+    /// Indexed as `density`.
+    outlook: Vec<Outlook>,
     /// Accesses to all pages.
     accesses: u64,
     updated_at: u64,
@@ -87,6 +119,7 @@ impl DensityEstimator {
             sample_bits: 0,
             counts: vec![none; CLASSES],
             density: vec![0.0; CLASSES * SPANS],
+            outlook: vec![Outlook::Unclear; CLASSES * SPANS],
             accesses: 0,
             updated_at: 0,
             due_at: *UPDATE_INTERVAL.start(),
@@ -161,15 +194,33 @@ impl DensityEstimator {
             .map(|counts| Observed::of(counts, &counts.generation_ends))
             .collect();
         let after_ends = if reported { Some((smoothed(&ends), smoothed(ended))) } else { None };
+        let observed_spans = observed_spans(&observed);
         for class in 0..OPEN_CLASSES {
             let mut end = None;
+            let mut end_of_all = None;
             if let Some((ends, requests_after)) = &after_ends {
                 let (of_ended, first) = density(&requests_after[class], None);
                 self.set_density(class + OPEN_CLASSES, &of_ended);
                 end = Some((&ends[class], first));
+                let (of_ended, all) = probability(&requests_after[class], None, observed_spans);
+                self.set_outlook(class + OPEN_CLASSES, &of_ended);
+                end_of_all = Some((&ends[class], all));
             }
             let (of_open, _) = density(&requests[class], end);
             self.set_density(class, &of_open);
+            let (of_open, _) = probability(&requests[class], end_of_all, observed_spans);
+            self.set_outlook(class, &of_open);
+        }
+    }
+
+    /// Outlook of a page of this class and age, at the last update.
+    pub(super) fn outlook(&self, class: Class, age: u64) -> Outlook {
+        self.outlook[span_of(age) * CLASSES + class.index()]
+    }
+
+    fn set_outlook(&mut self, class: usize, probability: &Rates) {
+        for (span, probability) in probability.iter().enumerate() {
+            self.outlook[span * CLASSES + class] = Outlook::of(*probability);
         }
     }
 
@@ -202,7 +253,7 @@ impl DensityEstimator {
         map_bytes::<(u64, Tracked)>(self.tracked.capacity())
             + self.order.capacity() * size_of::<(u64, u64)>()
             + self.counts.len() * size_of::<Counts>()
-            + self.density.len() * size_of::<f32>()
+            + self.density.len() * (size_of::<f32>() + size_of::<Outlook>())
     }
 
     fn is_sampled(&self, hash: u64) -> bool {
@@ -345,6 +396,26 @@ fn density(rates: &Rates, ends: Option<(&Rates, Interval)>) -> (Rates, Interval)
     (density, first)
 }
 
+/// Number of spans, from the first on, at which enough pages of any class were observed.
+fn observed_spans(observed: &[Observed]) -> usize {
+    let time_at = |span: usize| observed.iter().map(|class| class.time[span]).sum::<f64>();
+    (0..SPANS).rfind(|&span| time_at(span) >= PRIOR_PAGES * length(span)).map_or(0, |span| span + 1)
+}
+
+/// Probability of an access per span: from that span to the end of the first `spans` ones. Also the
+/// interval of all these. `ends` is as for [`density`], with that interval of the class after the
+/// end.
+fn probability(rates: &Rates, ends: Option<(&Rates, Interval)>, spans: usize) -> (Rates, Interval) {
+    let mut probability = [0.0; SPANS];
+    let mut rest = Interval { requests: 0.0, time: 0.0, passes: 1.0 };
+    for span in (0..spans).rev() {
+        let end = ends.map(|(ends, after)| (ends[span], after));
+        rest = Interval::of(rates[span], end, length(span)).then(&rest);
+        probability[span] = rest.requests;
+    }
+    (probability, rest)
+}
+
 #[derive(Debug, Clone, Copy)]
 struct Interval {
     requests: f64,
@@ -463,6 +534,38 @@ mod tests {
         rates[12] = 1e-2;
         let (density, _) = density(&rates, None);
         assert!(density[11] > density[0] && density[12] > density[11] && density[13] < density[0]);
+    }
+
+    #[test]
+    fn outlook_tells_pages_that_return_late_from_those_that_do_not() {
+        let [late, never] = [0, 1].map(Class);
+        let mut estimator = DensityEstimator::new();
+        assert_eq!(estimator.outlook(late, 0), Outlook::Unclear, "nothing is known");
+        let mut now = 1 << 32;
+        for round in 0..4000u64 {
+            now += span_start(12);
+            estimator.access(round % 40, late, now);
+            estimator.access((1 << 20) + round, never, now);
+        }
+        estimator.update(now, 100);
+        assert_eq!(estimator.outlook(late, 0), Outlook::Likely);
+        assert_eq!(estimator.outlook(never, 0), Outlook::Unlikely);
+    }
+
+    #[test]
+    fn probability_counts_accesses_after_the_end_of_a_generation() {
+        let never = [0.0; SPANS];
+        let mut once = never;
+        // The odds are 3 to 1 in this span.
+        once[5] = 3.0 / length(5);
+        let (of_ended, all) = probability(&once, None, 20);
+        assert!((of_ended[0] - 0.75).abs() < 1e-9 && of_ended[6] == 0.0, "{of_ended:?}");
+        assert_eq!(probability(&once, None, 5).0[0], 0.0, "nothing was observed at that age");
+        let mut ends = never;
+        ends[2] = 1.0 / length(2);
+        let (of_open, _) = probability(&never, Some((&ends, all)), 20);
+        assert!((of_open[0] - 0.375).abs() < 1e-9, "half of the generations end, {of_open:?}");
+        assert_eq!([0.5, 0.3, 0.125].map(Outlook::of), [Outlook::Likely, Outlook::Unclear, Outlook::Unlikely]);
     }
 
     #[test]

@@ -37,6 +37,17 @@ pub struct Request {
     pub blocks: Vec<u32>,
 }
 
+/// Event of a trace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event<'a> {
+    Arrived(&'a Request),
+    /// The answer to an earlier request is complete.
+    GenerationEnded {
+        request: &'a Request,
+        now_ms: u64,
+    },
+}
+
 #[derive(Debug, Clone, Default)]
 pub struct Trace {
     requests: Vec<Request>,
@@ -143,6 +154,22 @@ impl Trace {
         ends
     }
 
+    /// All requests, and between them these ends of generations (see [`Trace::ends_ms`]), in order
+    /// of time. An end comes after its request, and ends after the last request are left out.
+    pub fn events<'a>(&'a self, ends: &'a [(u64, usize)]) -> impl Iterator<Item = Event<'a>> {
+        let mut ends = ends.iter().peekable();
+        let mut number = 0;
+        std::iter::from_fn(move || {
+            let request = self.requests.get(number)?;
+            let is_due = |end: &&(u64, usize)| end.0 <= request.timestamp_ms && end.1 < number;
+            if let Some((now_ms, ended)) = ends.next_if(is_due) {
+                return Some(Event::GenerationEnded { request: &self.requests[*ended], now_ms: *now_ms });
+            }
+            number += 1;
+            Some(Event::Arrived(request))
+        })
+    }
+
     /// The trace of the requests in a range of their numbers.
     pub fn part(&self, range: std::ops::Range<usize>) -> Trace {
         let mut part = Trace { block_tokens: Some(self.block_tokens()), ..Trace::default() };
@@ -169,6 +196,24 @@ mod tests {
         assert_eq!(trace.requests()[0].timestamp_ms, 5);
         assert_eq!(trace.ends_ms()[0], (5 + 3 * OUTPUT_TOKEN_MS, 0));
         assert_eq!(trace.blocks_distinct(), 3);
+    }
+
+    #[test]
+    fn events_are_in_order_of_time_and_ends_follow_their_requests() {
+        let mut trace = Trace::default();
+        // Answers end at once, at the time of the third request, and after it.
+        for (timestamp_ms, tokens) in [(100, 0), (100, 5), (200, 1)] {
+            assert!(trace.push_answered(timestamp_ms, &[1], tokens));
+        }
+        assert_eq!(OUTPUT_TOKEN_MS, 20);
+        let ends = trace.ends_ms();
+        let times = trace.events(&ends).map(|event| match event {
+            Event::Arrived(request) => (request.output_tokens, None),
+            Event::GenerationEnded { request, now_ms } => (request.output_tokens, Some(now_ms)),
+        });
+        let expected = [(0, None), (0, Some(100)), (5, None), (5, Some(200)), (1, None)];
+        assert_eq!(times.collect::<Vec<_>>(), expected);
+        assert_eq!(trace.events(&[]).count(), 3);
     }
 
     #[test]

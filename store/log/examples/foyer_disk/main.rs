@@ -19,6 +19,8 @@
 //! - `memory`: heap of a store that has recovered, per value of 4 KiB.
 #![allow(clippy::disallowed_methods, clippy::disallowed_types, reason = "a measurement: it reads the time")]
 
+#[path = "../../../evict/examples/heap/mod.rs"]
+mod heap;
 mod kill;
 mod memory;
 mod speed;
@@ -26,9 +28,6 @@ mod stores;
 
 use std::path::PathBuf;
 use stores::{Kind, Result};
-
-#[global_allocator]
-static COUNTING: memory::Counting = memory::Counting;
 
 #[tokio::main(worker_threads = 2)]
 async fn main() -> Result<()> {

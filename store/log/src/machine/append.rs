@@ -171,7 +171,7 @@ impl Log {
             WriteOutcome::Written => epoch.write_completed(&header),
             WriteOutcome::Failed => epoch.write_failed(),
             WriteOutcome::NotSent => {
-                epoch.write_not_sent();
+                epoch.end_write();
                 // Recovery could not tell damage from a crash behind a hole that no write will
                 // fill, so further records go to another segment.
                 if self.segments.is_open(segment) {
@@ -236,6 +236,9 @@ impl Log {
         }
         self.make_quota_room(&page.id.namespace, record_bytes(page.payload_bytes as usize) as u64);
         let slot = self.insert_page(segment, &page);
+        if let (Some(listener), RecordBody::Page(meta)) = (self.listener(), &header.body) {
+            listener.stored(&page, &meta.token_ids);
+        }
         // While a new quota is being enforced, older pages go first.
         let is_enforced = !self.quota_steps.contains_key(&{ self.index.entries.get(slot).namespace });
         if is_enforced && self.index.namespace_bytes(&page.id.namespace) > self.index.quota(&page.id.namespace) {

@@ -22,6 +22,7 @@
 //!    longer run they come after 3, and the run loses an eighth of the rest.
 //! 3. The record for which the segment was opened.
 //! 4. Copies of other pages, up to seven eighths of the segment, and on average `keep_percent`.
+//!    Those of higher worth come first.
 //!
 //! Steps, and what a crash or failure leaves after each of them:
 //!
@@ -78,6 +79,10 @@ enum Pass {
     FloorUnretained,
     FloorRetained,
     Soft,
+    /// Used pages of high worth, then those of usual worth, then all others: the worth of a page
+    /// may change between two passes.
+    UsedHigh,
+    UsedUsual,
     Used,
 }
 
@@ -89,7 +94,7 @@ pub struct CopyForward {
     pub segment: u32,
     pub epoch: u64,
     /// Records to copy: those of hard-pinned pages first, then those for floors, soft-pinned ones,
-    /// and used ones, each in the order in which they became visible.
+    /// and used ones by their worth, each in the order in which they became visible.
     pub pages: Vec<RecordRef>,
 }
 
@@ -218,10 +223,9 @@ impl Log {
         self.begin_steps();
     }
 
-    /// Replaces the floors of all namespaces, and returns those before. They do not survive a
-    /// restart.
-    pub fn set_floors(&mut self, floors: Floors) -> Floors {
-        self.retention.set_floors(floors)
+    /// Keeps these floors from now on, and follows their changes. They do not survive a restart.
+    pub fn share_floors(&mut self, floors: Arc<SharedFloors>) {
+        self.retention.share_floors(floors);
     }
 
     /// Bytes of all segments that the log may have now: fewer than configured once the file system
@@ -238,7 +242,7 @@ impl Log {
                 pass.max(Pass::FloorUnretained)
             }
             _ if pass <= Pass::Soft && self.retention.has_pins() => Pass::Soft,
-            _ => Pass::Used,
+            _ => pass.max(Pass::UsedHigh),
         }
     }
 
@@ -247,7 +251,9 @@ impl Log {
             Pass::Hard => Pass::FloorUnretained,
             Pass::FloorUnretained => Pass::FloorRetained,
             Pass::FloorRetained => Pass::Soft,
-            Pass::Soft => Pass::Used,
+            Pass::Soft => Pass::UsedHigh,
+            Pass::UsedHigh => Pass::UsedUsual,
+            Pass::UsedUsual => Pass::Used,
             Pass::Used => return None,
         };
         Some(self.pass_from(next, choice.is_floor_at_risk))
@@ -258,8 +264,8 @@ impl Log {
     fn is_floor_at_risk(&self) -> bool {
         let floors = self.retention.floors();
         self.config.keep_percent > 0
-            && floors.len() > 1
-            && floors.iter().any(|(namespace, floor)| {
+            && floors.count() > 1
+            && floors.any(|namespace, floor| {
                 let bytes = self.index.namespace_bytes(namespace);
                 bytes > 0 && bytes < floor.of(self.bytes_max()).saturating_add(self.config.segment_bytes)
             })
@@ -270,7 +276,7 @@ impl Log {
     fn is_needed_for_floor(&self, choice: &mut ChoiceOfCopies, slot: u32) -> bool {
         let entry = self.index.entries.get(slot);
         let namespace = self.index.namespace(entry.namespace);
-        let part = self.retention.floors().get(self.index.namespace_of(slot)).copied().unwrap_or_default();
+        let part = self.retention.floors().part_of(self.index.namespace_of(slot));
         let floor = part.of(self.bytes_max());
         let leaving = choice.leaving.entry(entry.namespace).or_default();
         let without = namespace.bytes.checked_sub(*leaving + entry.record_bytes());
@@ -382,12 +388,16 @@ impl Log {
         // A page that was never used is not worth a second write: traffic without readers is
         // written once.
         let pin = self.retention.pin_of(slot);
+        let is_used_from =
+            |worth: Worth| pin == Pin::None && entry.worth() >= worth && self.index.entries.is_used(slot);
         let is_of_pass = match choice.pass {
             Pass::Hard => pin == Pin::Hard,
             Pass::FloorUnretained => pin == Pin::None && !self.index.entries.is_used(slot),
             Pass::FloorRetained => pin == Pin::Soft || (pin == Pin::None && self.index.entries.is_used(slot)),
             Pass::Soft => pin == Pin::Soft,
-            Pass::Used => pin == Pin::None && self.index.entries.is_used(slot),
+            Pass::UsedHigh => is_used_from(Worth::High),
+            Pass::UsedUsual => is_used_from(Worth::Usual),
+            Pass::Used => is_used_from(Worth::Low),
         };
         // The list names a slot twice if it was reused for another page of the segment.
         if !is_of_pass || entry.segment() != choice.source.segment || choice.left.contains(&{ entry.number }) {

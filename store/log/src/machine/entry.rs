@@ -1,7 +1,8 @@
 //! An index entry, and the fingerprint that names its page.
 
+use super::retention::Worth;
 use larder_format::PageId;
-use larder_format::disk::{BLOCK_BYTES, record_bytes};
+use larder_format::disk::{BLOCK_BYTES, SEGMENT_BYTES_MAX, record_bytes};
 use larder_format::footer::PageSummary;
 use larder_runtime::fail_point;
 use std::hash::{DefaultHasher, Hasher};
@@ -11,6 +12,10 @@ const NONE: u16 = u16::MAX;
 /// Maximum number of segments, which also bounds their numbers.
 pub(super) const SEGMENTS_MAX: u32 = NONE as u32;
 const NEVER: u32 = u32::MAX;
+/// Bits of an offset in blocks. Those above hold the page's [`Worth`].
+const BLOCK_BITS: u32 = 30;
+const BLOCK_MASK: u32 = (1 << BLOCK_BITS) - 1;
+const _: () = assert!(SEGMENT_BYTES_MAX / BLOCK_BYTES as u64 <= BLOCK_MASK as u64);
 
 /// 96 bits of a keyed hash of a page's namespace and key.
 ///
@@ -66,7 +71,7 @@ pub(super) struct PackedEntry {
     pub(super) fingerprint: Fingerprint,
     pub(super) namespace: u32,
     segment: u16,
-    /// Offset of the record in its segment, in blocks.
+    /// Offset of the record in its segment, in blocks, and the page's worth.
     block: u32,
     pub(super) payload_bytes: u32,
     /// Expiry in seconds since 1970, rounded down: a page expires up to a second early, never late.
@@ -101,7 +106,7 @@ impl PackedEntry {
         entry
     }
 
-    /// Points the entry to another record.
+    /// Points the entry to another record. The page's worth is [`Worth::Usual`] again.
     pub(super) fn move_to(&mut self, segment: u32, offset: u64, number: u64) {
         assert!(segment < SEGMENTS_MAX, "the log has more segments than an entry can name");
         self.segment = segment as u16;
@@ -118,18 +123,38 @@ impl PackedEntry {
     }
 
     pub(super) fn offset(&self) -> u64 {
-        u64::from(self.block) * BLOCK_BYTES as u64
+        u64::from(self.block & BLOCK_MASK) * BLOCK_BYTES as u64
+    }
+
+    pub(super) fn worth(&self) -> Worth {
+        match self.block >> BLOCK_BITS {
+            0 => Worth::Usual,
+            1 => Worth::Low,
+            _ => Worth::High,
+        }
+    }
+
+    pub(super) fn set_worth(&mut self, worth: Worth) {
+        let bits = match worth {
+            Worth::Usual => 0,
+            Worth::Low => 1,
+            Worth::High => 2,
+        };
+        self.block = (self.block & BLOCK_MASK) | bits << BLOCK_BITS;
     }
 
     pub(super) fn record_bytes(&self) -> u64 {
         record_bytes(self.payload_bytes as usize) as u64
     }
 
+    /// Expiry in seconds since 1970. `None` if the page never expires.
+    pub(super) fn expires_s(&self) -> Option<u32> {
+        let seconds = self.expires_s;
+        (seconds != NEVER).then_some(seconds)
+    }
+
     pub(super) fn expires_unix_ms(&self) -> u64 {
-        match self.expires_s {
-            NEVER => 0,
-            seconds => (u64::from(seconds) * 1000).max(1),
-        }
+        self.expires_s().map_or(0, milliseconds)
     }
 
     pub(super) fn is_same_put(&self, page: &PageSummary) -> bool {
@@ -139,9 +164,33 @@ impl PackedEntry {
     }
 }
 
+/// Expiry in milliseconds since 1970, of one in seconds. Never 0, which stands for none.
+pub(super) fn milliseconds(expires_s: u32) -> u64 {
+    (u64::from(expires_s) * 1000).max(1)
+}
+
 fn seconds(expires_unix_ms: u64) -> u32 {
     match expires_unix_ms {
         0 => NEVER,
         ms => (ms / 1000).min(u64::from(NEVER - 1)) as u32,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn worth_and_offset_share_a_word() {
+        let last = SEGMENT_BYTES_MAX - BLOCK_BYTES as u64;
+        let mut entry = PackedEntry::FREE;
+        entry.move_to(3, last, 9);
+        assert_eq!(entry.worth(), Worth::Usual);
+        for worth in [Worth::Low, Worth::High, Worth::Usual, Worth::High] {
+            entry.set_worth(worth);
+            assert_eq!((entry.worth(), entry.offset(), entry.segment()), (worth, last, 3));
+        }
+        entry.move_to(4, 0, 10);
+        assert_eq!((entry.worth(), entry.offset()), (Worth::Usual, 0));
     }
 }

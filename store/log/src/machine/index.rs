@@ -86,6 +86,15 @@ pub(super) struct Namespace {
     listed: bool,
 }
 
+/// Pages of a namespace in the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NamespacePages {
+    pub namespace: NamespaceId,
+    pub pages: u64,
+    /// Bytes of their records.
+    pub bytes: u64,
+}
+
 /// Part that only changes of the log use: the entries' namespaces, fallbacks and totals.
 #[derive(Debug)]
 pub(super) struct Index {
@@ -221,6 +230,13 @@ impl Index {
 
     pub(super) fn namespace_bytes(&self, id: &NamespaceId) -> u64 {
         self.namespaces_by_id.get(id).map_or(0, |&number| self.namespace(number).bytes)
+    }
+
+    /// Namespaces with pages, in the order of their ids, at most `max`.
+    pub(super) fn namespaces_with_pages(&self, max: usize) -> Vec<NamespacePages> {
+        let all = self.namespaces_by_id.values().map(|&number| self.namespace(number));
+        let used = all.filter(|namespace| namespace.pages > 0).take(max);
+        used.map(|&Namespace { id, pages, bytes, .. }| NamespacePages { namespace: id, pages, bytes }).collect()
     }
 
     /// Sets a quota, and returns the namespace's number. The number stays assigned until

@@ -17,8 +17,10 @@ impl Log {
     /// Inserts a page that is not indexed.
     pub(super) fn insert_page(&mut self, segment: u32, page: &PageSummary) -> u32 {
         let slot = self.index.insert(segment, page);
+        if let Some(names) = &mut self.names {
+            names.set(slot, &page.id.key);
+        }
         self.update_quota_order(slot);
-        self.retention.add_expiry(slot, &self.index.entries.get(slot));
         if let Some(epoch) = self.segments.epoch_mut(segment) {
             epoch.add_slot(slot);
         }
@@ -94,6 +96,7 @@ impl Log {
     }
 
     pub(super) fn remove_page(&mut self, slot: u32) -> PackedEntry {
+        self.announce_removal(slot);
         let entry = self.index.entries.get(slot);
         self.retention.remove(slot, &entry);
         if self.index.namespace(entry.namespace).pages == 1 {

@@ -151,7 +151,8 @@ impl Log {
                 // After a crash, a page may have an unverified copy in a younger segment.
                 if !self.fall_back(slot) {
                     self.counts.evicted_pages += 1;
-                    self.remove_page(slot);
+                    let entry = self.remove_page(slot);
+                    self.index.entries.departed.record(entry.fingerprint);
                 }
             } else {
                 self.index.drop_fallback_in(slot, segment);

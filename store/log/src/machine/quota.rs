@@ -119,6 +119,7 @@ impl Log {
             }
             self.counts.quota_pages += 1;
             dropped += 1;
+            self.index.entries.departed.record(self.index.entries.get(slot).fingerprint);
             self.drop_page(slot);
         }
     }

@@ -183,14 +183,13 @@ impl Log {
         }
     }
 
-    /// Drops at most `max` expired pages. Returns `true` if there are more. The caller does this
-    /// periodically.
-    pub fn drop_expired(&mut self, now_unix_ms: u64, max: usize) -> bool {
-        for _ in 0..max {
-            let Some(slot) = self.retention.first_expired(now_unix_ms) else { return false };
-            self.counts.expired_pages += 1;
-            self.drop_page(slot);
+    /// Drops pages that an [`ExpirySweep`] has found. Passes over those that left since.
+    pub fn drop_expired(&mut self, records: &[RecordRef]) {
+        for record in records {
+            if self.index.entries.is_at(record.slot, record.number) {
+                self.counts.expired_pages += 1;
+                self.drop_page(record.slot);
+            }
         }
-        self.retention.first_expired(now_unix_ms).is_some()
     }
 }

@@ -276,6 +276,9 @@ impl Log {
         for segment in segments {
             self.plan_footer(segment);
         }
+        if let Some(listener) = self.listener() {
+            listener.all_changed();
+        }
         Ok(recovery.result)
     }
 }

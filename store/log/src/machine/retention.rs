@@ -1,23 +1,24 @@
 //! Retention: the pages that are worth a copy when their segment is reclaimed.
 //!
-//! A page is *retained* if it was used since its record was written, or if it is pinned. One bit
-//! per page is all that this needs: see `shared_index.rs`. A copy counts as unused again, so a page
-//! that is not used any more goes with the segment of its copy. Record 0020 compares this with a
-//! ranking.
+//! A page is *retained* if it was used since its record was written, or if it is pinned. A copy
+//! counts as unused again, so a page that is not used any more goes with the segment of its copy.
+//! Used pages have a [`Worth`], which the owner of a faster tier reports. If the room does not take
+//! all of them, those of higher worth come first. A bit and two more per page are all that this
+//! needs: see `shared_index.rs` and `entry.rs`. Record 0020 compares this with other rankings.
 //!
 //! A page is also retained if its namespace would fall below its *floor* without it.
 //!
-//! This part holds what only some pages have: pins, the order of pages in namespaces with a quota,
-//! and the order by expiry. It also holds the floors.
+//! This part holds what only some pages have: pins, and the order of pages in namespaces with a
+//! quota. It also has the floors, which other logs share.
 //!
 //! Invariants:
 //! - The quota order holds exactly the pages of namespaces with a quota that have no hard pin.
 //! - The records of hard-pinned pages take at most a quarter of the log.
 
 use super::entry::PackedEntry;
-use larder_format::{NamespaceId, is_expired};
+use super::floors::SharedFloors;
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::AddAssign;
+use std::sync::Arc;
 use thiserror::Error;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -33,6 +34,17 @@ pub enum Pin {
     Hard,
 }
 
+/// Worth of a used page among all used pages.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Worth {
+    /// Hardly expected to be used again.
+    Low,
+    #[default]
+    Usual,
+    /// Expected to be used again.
+    High,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum PinError {
     #[error("the page is not in the log")]
@@ -46,36 +58,20 @@ pub enum PinError {
     NotKept,
 }
 
-/// Part of the floors of a tier, in units of 2^-32. All parts together are at most 1.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct FloorPart(pub(super) u64);
+/// Record number in two halves, and slot. With the number as one integer it would take 16 bytes.
+type QuotaKey = (u32, u32, u32);
 
-impl FloorPart {
-    /// All floors of a tier: they take half of it.
-    pub const ALL: FloorPart = FloorPart(1 << 32);
+// Each page with a quota has one, and a tree takes about twice their bytes. The bytes of a pin
+// follow from the size of its entry: see `PIN_MEMORY_BYTES`.
+const _: () = assert!(size_of::<QuotaKey>() == 12);
+const _: () = assert!(size_of::<u32>() + size_of::<Pin>() == 5);
 
-    pub fn divided_by(self, count: usize) -> FloorPart {
-        FloorPart(self.0 / count.max(1) as u64)
-    }
-
-    /// Floor in a tier of `capacity_bytes`.
-    pub fn of(self, capacity_bytes: u64) -> u64 {
-        let bytes = u128::from(capacity_bytes / 2) * u128::from(self.0) / u128::from(FloorPart::ALL.0);
-        u64::try_from(bytes).unwrap_or(u64::MAX)
-    }
+fn quota_key(number: u64, slot: u32) -> QuotaKey {
+    ((number >> 32) as u32, number as u32, slot)
 }
 
-impl AddAssign for FloorPart {
-    fn add_assign(&mut self, other: FloorPart) {
-        self.0 += other.0;
-    }
-}
-
-/// Floors of the namespaces that have one.
-pub type Floors = BTreeMap<NamespaceId, FloorPart>;
-
-/// Pages of a namespace in the order of their record numbers, with their slots.
-type QuotaOrder = BTreeSet<(u64, u32)>;
+/// Pages of a namespace in the order of their record numbers.
+type QuotaOrder = BTreeSet<QuotaKey>;
 
 #[derive(Debug, Default)]
 pub(super) struct Retention {
@@ -89,9 +85,7 @@ pub(super) struct Retention {
     discarded_orders: Vec<QuotaOrder>,
     /// By namespace: the record number from which the search for a page to drop continues.
     hands: BTreeMap<u32, u64>,
-    /// Expiry in milliseconds since 1970, and slot, of all pages with an expiry.
-    expiring: BTreeSet<(u64, u32)>,
-    floors: Floors,
+    floors: Arc<SharedFloors>,
 }
 
 impl Retention {
@@ -112,11 +106,11 @@ impl Retention {
         !self.pins.is_empty()
     }
 
-    pub(super) fn set_floors(&mut self, floors: Floors) -> Floors {
-        std::mem::replace(&mut self.floors, floors)
+    pub(super) fn share_floors(&mut self, floors: Arc<SharedFloors>) {
+        self.floors = floors;
     }
 
-    pub(super) fn floors(&self) -> &Floors {
+    pub(super) fn floors(&self) -> &SharedFloors {
         &self.floors
     }
 
@@ -138,30 +132,19 @@ impl Retention {
         }
     }
 
-    pub(super) fn first_expired(&self, now_unix_ms: u64) -> Option<u32> {
-        self.expiring.first().filter(|(expires, _)| is_expired(*expires, now_unix_ms)).map(|&(_, slot)| slot)
-    }
-
-    pub(super) fn add_expiry(&mut self, slot: u32, entry: &PackedEntry) {
-        if entry.expires_unix_ms() != 0 {
-            self.expiring.insert((entry.expires_unix_ms(), slot));
-        }
-    }
-
     pub(super) fn remove(&mut self, slot: u32, entry: &PackedEntry) {
         self.set_pin(slot, entry, Pin::None);
         self.remove_from_quota_order(slot, entry);
-        self.expiring.remove(&(entry.expires_unix_ms(), slot));
     }
 
     pub(super) fn add_to_quota_order(&mut self, slot: u32, entry: &PackedEntry) {
-        self.quota_orders.entry(entry.namespace).or_default().insert((entry.number, slot));
+        self.quota_orders.entry(entry.namespace).or_default().insert(quota_key(entry.number, slot));
     }
 
     pub(super) fn remove_from_quota_order(&mut self, slot: u32, entry: &PackedEntry) {
         let namespace = entry.namespace;
         let Some(order) = self.quota_orders.get_mut(&namespace) else { return };
-        order.remove(&(entry.number, slot));
+        order.remove(&quota_key(entry.number, slot));
         if order.is_empty() {
             self.quota_orders.remove(&namespace);
         }
@@ -191,8 +174,8 @@ impl Retention {
     pub(super) fn next_in_quota_order(&mut self, namespace: u32) -> Option<u32> {
         let order = self.quota_orders.get(&namespace)?;
         let hand = self.hands.get(&namespace).copied().unwrap_or(0);
-        let &(number, slot) = order.range((hand, 0)..).next().or_else(|| order.first())?;
-        self.hands.insert(namespace, number + 1);
+        let &(high, low, slot) = order.range(quota_key(hand, 0)..).next().or_else(|| order.first())?;
+        self.hands.insert(namespace, ((u64::from(high) << 32) | u64::from(low)) + 1);
         Some(slot)
     }
 

@@ -98,6 +98,11 @@ impl Log {
         self.index.namespace_pages(namespace)
     }
 
+    /// Namespaces with pages, in the order of their ids, at most `max`.
+    pub fn namespaces(&self, max: usize) -> Vec<NamespacePages> {
+        self.index.namespaces_with_pages(max)
+    }
+
     /// Entry of a listed page, if its record is still there.
     fn listed(&self, list: &ScrubList, offset: u64, slot: u32) -> Option<Entry> {
         self.index.entries.at(slot).filter(|entry| {

@@ -193,11 +193,7 @@ impl EpochState {
         self.cancel_footer();
     }
 
-    pub(super) fn write_not_sent(&mut self) {
-        self.end_write();
-    }
-
-    fn end_write(&mut self) {
+    pub(super) fn end_write(&mut self) {
         assert!(self.writes_in_flight > 0, "a write ended that was not planned");
         self.writes_in_flight -= 1;
     }

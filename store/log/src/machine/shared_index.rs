@@ -7,7 +7,8 @@
 //! Invariants:
 //! - A page has at most one entry.
 //! - Only the `Log` changes entries, and it has one owner at a time. So a check and a change by the
-//!   `Log` need no common lock of a shard. Uses are the exception: readers set their bits.
+//!   `Log` need no common lock of a shard. Uses are the exception: readers set their bits, and the
+//!   owner of a faster tier sets the worth of pages.
 //! - An entry names a segment from its opening on, until its pages have left the index.
 //! - A reader counts its read of a segment before it unlocks the shard. So once the pages of the
 //!   segment have left the index, no read of it begins.
@@ -19,20 +20,25 @@
 //! chunks. Growth never moves an entry. Only the table grows at once, and it is small: there are
 //! up to 4096 shards. The *slot* of an entry is its shard and its position there.
 
+use super::departed::Departed;
 use super::entry::{Fingerprint, PackedEntry};
+use super::read::RecordRef;
+use super::retention::Worth;
 use super::segment_reads::SegmentReads;
 use hashbrown::HashTable;
-use larder_format::PageId;
+use larder_format::{PageId, is_expired};
 use larder_runtime::race_point;
 use larder_runtime::sync::{MODELLED, RwLock, RwLockReadGuard};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const SHARDS_MAX: usize = 4096;
 /// A model needs no more, and would take long to create them.
 const SHARDS_MIN: usize = if MODELLED { 2 } else { 64 };
-/// Pages for which a log has a shard. The memory of a shard without pages then counts little.
-const PAGES_PER_SHARD: u64 = 2048;
+/// Pages for which a log has a shard. The number of pages in a shard varies, and its memory is that
+/// of the most it ever had. In large shards this counts less: record 0091 has the figures.
+const PAGES_PER_SHARD: u64 = 8192;
 /// Bits of a slot for the position in the shard.
 const POSITION_BITS: u32 = 20;
 const SHARD_ENTRIES_MAX: usize = 1 << POSITION_BITS;
@@ -41,7 +47,7 @@ const SHARD_ENTRIES_MAX: usize = 1 << POSITION_BITS;
 pub(super) const PAGES_MAX: u64 = 1 << 31;
 /// Entries per chunk. Half a chunk per shard is unused on average. A chunk takes slightly less than
 /// a table of 256 places, so the allocator fills the memory of outgrown tables with chunks.
-const CHUNK: usize = 22;
+pub(super) const CHUNK: usize = 22;
 /// Entries of the first table of a shard, which has 256 places. Memory of smaller tables that were
 /// outgrown would stay unused: no chunk fits.
 const TABLE_FIRST: usize = 224;
@@ -58,6 +64,9 @@ pub struct SharedIndex {
     shards: Box<[RwLock<Shard>]>,
     used_pages: AtomicU64,
     used_bytes: AtomicU64,
+    /// Number of pages with an expiry.
+    expiring: AtomicU64,
+    pub(super) departed: Departed,
     pub(super) segments: Arc<SegmentReads>,
 }
 
@@ -143,6 +152,9 @@ impl Shard {
             let at = at.position() as usize;
             { chunks[at / CHUNK].entries[at % CHUNK].fingerprint }.hash()
         };
+        if has_many_erased(table) {
+            rebuild(table, hash_of);
+        }
         table.insert_unique({ entry.fingerprint }.hash(), TableEntry::new(at), hash_of);
         at
     }
@@ -175,8 +187,29 @@ impl Shard {
     }
 }
 
-fn slot_of(shard: usize, at: u32) -> u32 {
+/// Returns `true` if all places of a table are in use, and a sixteenth of them or more by removed
+/// entries. The next insertion would double the table, if it is more than half full.
+fn has_many_erased(table: &HashTable<TableEntry>) -> bool {
+    // Of eight places, one stays empty.
+    let places = table.num_buckets() / 8 * 7;
+    table.len() == table.capacity() && table.len() < places - places / 16
+}
+
+/// Frees the places of removed entries. Takes time proportional to the entries, at most once per
+/// sixteenth of them.
+fn rebuild(table: &mut HashTable<TableEntry>, hash_of: impl Fn(&TableEntry) -> u64) {
+    let entries: Vec<TableEntry> = table.drain().collect();
+    for at in entries {
+        table.insert_unique(hash_of(&at), at, &hash_of);
+    }
+}
+
+pub(super) fn slot_of(shard: usize, at: u32) -> u32 {
     (shard as u32) << POSITION_BITS | at
+}
+
+pub(super) fn shard_of(slot: u32) -> usize {
+    (slot >> POSITION_BITS) as usize
 }
 
 /// Position of a slot in its shard.
@@ -196,12 +229,14 @@ impl SharedIndex {
             shards: (0..shards).map(|_| RwLock::new(Shard::new())).collect(),
             used_pages: AtomicU64::new(0),
             used_bytes: AtomicU64::new(0),
+            expiring: AtomicU64::new(0),
+            departed: Departed::new(),
             segments,
         }
     }
 
     fn shard(&self, slot: u32) -> &RwLock<Shard> {
-        &self.shards[(slot >> POSITION_BITS) as usize]
+        &self.shards[shard_of(slot)]
     }
 
     /// Locks the shard of a slot for a reader.
@@ -279,6 +314,30 @@ impl SharedIndex {
         }
     }
 
+    /// Records a use of a page as [`SharedIndex::touch`] does, and its worth. Waits for no thread
+    /// either: the worth is lost while another thread uses the shard.
+    pub fn rank(&self, id: &PageId, worth: Worth) {
+        self.touch(id);
+        let fingerprint = self.fingerprint(id);
+        let lock = &self.shards[fingerprint.shard(self.shards.len())];
+        let to_change = |shard: &Shard| shard.find(fingerprint).filter(|&at| shard.entry(at).worth() != worth);
+        // Most pages have their worth already, and this lets other readers pass.
+        if lock.try_read().is_none_or(|shard| to_change(&shard).is_none()) {
+            return;
+        }
+        if let Some(mut shard) = lock.try_write()
+            && let Some(at) = to_change(&shard)
+        {
+            shard.entry_mut(at).set_worth(worth);
+        }
+    }
+
+    /// Time at which a page last left the log for lack of room, in milliseconds since 1970, to the
+    /// second. `None` if it did not, or if the log has no record of it any more.
+    pub fn departed_unix_ms(&self, id: &PageId) -> Option<u64> {
+        self.departed.find(self.fingerprint(id))
+    }
+
     /// Clears the bit of a page whose shard this thread has alone.
     fn unset_used(&self, shard: &Shard, at: u32) {
         let (word, bit) = shard.used_word(at);
@@ -302,6 +361,8 @@ impl SharedIndex {
     }
 
     pub(super) fn insert(&self, entry: PackedEntry) -> u32 {
+        // Relaxed, here and in `remove`: the number orders nothing.
+        self.expiring.fetch_add(entry.expires_s().is_some().into(), Ordering::Relaxed);
         let number = { entry.fingerprint }.shard(self.shards.len());
         slot_of(number, self.shards[number].write().insert(entry))
     }
@@ -324,7 +385,37 @@ impl SharedIndex {
     pub(super) fn remove(&self, slot: u32) -> PackedEntry {
         let mut shard = self.shard(slot).write();
         self.unset_used(&shard, position_of(slot));
-        shard.remove(position_of(slot))
+        let entry = shard.remove(position_of(slot));
+        self.expiring.fetch_sub(entry.expires_s().is_some().into(), Ordering::Relaxed);
+        entry
+    }
+
+    /// Returns `true` if any page has an expiry.
+    pub(super) fn has_expiring(&self) -> bool {
+        self.expiring.load(Ordering::Relaxed) > 0
+    }
+
+    /// Adds the expired pages in some chunks of a shard to `expired`. Returns the number of those
+    /// chunks that exist, to which the time is proportional, and whether they are the last ones.
+    pub(super) fn find_expired(
+        &self,
+        number: usize,
+        chunks: Range<usize>,
+        now_unix_ms: u64,
+        expired: &mut Vec<RecordRef>,
+    ) -> (usize, bool) {
+        let shard = self.shards[number].read();
+        let end = chunks.end.min(shard.chunks.len());
+        let searched = &shard.chunks[chunks.start.min(end)..end];
+        for (chunk, index) in searched.iter().zip(chunks.start..) {
+            for (entry, at) in chunk.entries.iter().zip((index * CHUNK) as u32..) {
+                // A free entry has no expiry.
+                if is_expired(entry.expires_unix_ms(), now_unix_ms) {
+                    expired.push(RecordRef { number: entry.number, slot: slot_of(number, at) });
+                }
+            }
+        }
+        (searched.len(), end == shard.chunks.len())
     }
 
     pub(super) fn shards(&self) -> usize {
@@ -347,7 +438,8 @@ impl SharedIndex {
             let chunks = shard.chunks.len() * size_of::<Chunk>() + shard.chunks.capacity() * size_of::<Box<Chunk>>();
             size_of::<RwLock<Shard>>() + shard.table.allocation_size() + chunks
         };
-        self.shards.iter().map(of_shard).sum::<usize>() + self.segments.memory_bytes()
+        let shards: usize = self.shards.iter().map(of_shard).sum();
+        shards + self.segments.memory_bytes() + self.departed.memory_bytes()
     }
 }
 
@@ -388,6 +480,8 @@ mod tests {
         let bytes = index.memory_bytes();
         index.touch(&id(2));
         assert!(index.is_used(slots[2]) && !index.is_used(slots[3]) && index.used_pages() == 1);
+        index.rank(&id(2), Worth::High);
+        assert_eq!((index.get(slots[2]).worth(), index.get(slots[2]).offset()), (Worth::High, 2 * 4096));
         for &slot in slots.iter().step_by(2) {
             index.remove(slot);
         }
@@ -397,5 +491,31 @@ mod tests {
         });
         assert!((0..PAGES).all(|number| index.find(&id(number)).is_some_and(|slot| index.is_at(slot, number.into()))));
         assert!(!index.is_used(slots[2]) && index.memory_bytes() == bytes, "free entries are reused");
+    }
+
+    /// Bytes of all tables.
+    fn table_bytes(index: &SharedIndex) -> usize {
+        index.shards.iter().map(|shard| shard.read().table.allocation_size()).sum()
+    }
+
+    #[test]
+    fn tables_keep_their_size_while_pages_come_and_go() {
+        const PAGES: u32 = 40_000;
+        let index = SharedIndex::new(7, PAGES.into(), Arc::new(SegmentReads::new(7)));
+        for number in 0..PAGES {
+            index.insert(entry(&index, number));
+        }
+        let mut early = 0;
+        for number in PAGES..10 * PAGES {
+            let oldest = index.find(&id(number - PAGES)).expect("the page is there");
+            index.remove(oldest);
+            index.insert(entry(&index, number));
+            if number == 2 * PAGES {
+                early = table_bytes(&index);
+            }
+        }
+        let late = table_bytes(&index);
+        assert!(late < early * 5 / 4, "the tables grew from {early} to {late} bytes");
+        assert!((9 * PAGES..10 * PAGES).all(|number| index.find(&id(number)).is_some()), "no page is lost");
     }
 }

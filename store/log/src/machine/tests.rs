@@ -42,7 +42,16 @@ fn meta(n: u8, generation: u64, blocks: u64, expires_unix_ms: u64) -> PageMeta {
     let chunk_crcs = vec![0; PageMeta::chunks_of(bytes)];
     let position = u32::from(n / 2 % 3);
     let parent = if position == 0 { PageKey::NONE } else { PageKey([n - 2; 32]) };
-    PageMeta { id: id(n), parent, position, generation, expires_unix_ms, part_bytes: vec![bytes], chunk_crcs }
+    PageMeta {
+        id: id(n),
+        parent,
+        position,
+        generation,
+        expires_unix_ms,
+        part_bytes: vec![bytes],
+        chunk_crcs,
+        token_ids: Vec::new(),
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -207,12 +216,20 @@ impl Model {
             Step::Pin { id, pin } => self.pin(id, pin),
             Step::Quota { namespace, blocks } => self.quota(namespace, blocks),
             Step::Floors { parts } => {
-                let part = |n: u8| FloorPart(FloorPart::ALL.0 / 32 * parts[usize::from(n)]);
-                self.log.set_floors((0..2).map(|n| (NamespaceId([n; 32]), part(n))).collect());
+                let weights = (0..2).map(|n| (NamespaceId([n; 32]), parts[usize::from(n)]));
+                let weights: Vec<_> = weights.filter(|(_, weight)| *weight > 0).collect();
+                let floors = SharedFloors::default();
+                floors.change(&[], &weights, 32);
+                self.log.share_floors(Arc::new(floors));
             }
             Step::Expire { seconds } => {
                 self.now_ms += seconds * 1000;
-                self.log.drop_expired(self.now_ms, 1);
+                let entries = self.log.entries().clone();
+                let mut sweep = ExpirySweep::default();
+                sweep.begin_part(&entries, self.now_ms);
+                // One of them: the others stay in the index.
+                let expired = sweep.next_step(&entries, self.now_ms).unwrap_or_default();
+                self.log.drop_expired(&expired[..expired.len().min(1)]);
             }
             Step::Crash { seed, segments_max } => self.crash(seed, segments_max, None)?,
             Step::Rot { seed, header } => self.crash(seed, self.segments_max, Some(header))?,

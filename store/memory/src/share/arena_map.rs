@@ -6,6 +6,7 @@
 //!   visible here.
 
 use super::handshake::{receive_listed, send};
+use super::session_files::{ExpectedFiles, SessionFiles};
 use super::{SharedMemory, between_forks, check_user};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -51,7 +52,7 @@ pub async fn attach(name: &str, memory: Option<&SharedMemory>) -> io::Result<(Un
         unsafe { madvise(start, len, Advice::LinuxDontFork) }.map(|()| start)
     })?;
     let start = NonNull::new(start.cast::<u8>()).ok_or(io::ErrorKind::OutOfMemory)?;
-    let map = Arc::new(ArenaMap { start, len, memory: Backing::Mapped(session) });
+    let map = Arc::new(ArenaMap { start, len, memory: Backing::Mapped(SessionFiles::new(session)) });
     if let Some(memory) = memory {
         send(&stream, memory.span().1 as u64, &[memory.file()]).await?;
     }
@@ -70,7 +71,7 @@ pub struct ArenaMap {
 enum Backing {
     /// Another process. The descriptor is the session; it closes after `drop` has removed the
     /// mapping.
-    Mapped(#[expect(dead_code, reason = "held until it is dropped")] OwnedFd),
+    Mapped(SessionFiles),
     /// This process, and the value that keeps the memory. For simulations.
     Local(#[expect(dead_code, reason = "held until it is dropped")] Box<dyn Send + Sync>),
 }
@@ -105,6 +106,19 @@ impl ArenaMap {
     #[doc(hidden)]
     pub unsafe fn from_local(start: NonNull<u8>, len: usize, owner: Box<dyn Send + Sync>) -> Arc<ArenaMap> {
         Arc::new(ArenaMap { start, len, memory: Backing::Local(owner) })
+    }
+
+    /// Begins to collect the files that the node sends under this number. Call it before the
+    /// request that asks for them. `None` if the map has no session.
+    pub fn expect_files(self: &Arc<Self>, number: u64) -> Option<ExpectedFiles> {
+        ExpectedFiles::begin(self.clone(), number)
+    }
+
+    pub(super) fn session_files(&self) -> Option<&SessionFiles> {
+        match &self.memory {
+            Backing::Mapped(session) => Some(session),
+            Backing::Local(_) => None,
+        }
     }
 
     pub fn len(&self) -> usize {

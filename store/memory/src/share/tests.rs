@@ -1,6 +1,7 @@
 use super::{ArenaListener, ArenaSession, PeerMemory, PeerMemoryFile, SharedMemory, attach, read_only};
 use std::io::Write;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -53,6 +54,39 @@ async fn session_lasts_until_the_last_held_bytes_are_dropped() {
     drop(held);
     tokio::time::timeout(Duration::from_secs(5), over).await.expect("the session ends with the last held bytes");
     assert_eq!(released.load(Ordering::Relaxed), 2);
+}
+
+#[tokio::test]
+async fn files_reach_the_caller_that_expects_their_number() {
+    let listener = ArenaListener::open(&name("files")).unwrap();
+    let (arena, address) = (arena(), name("files"));
+    let (attached, (_peer, session)) = tokio::join!(attach(&address, None), admit(&listener, &arena, BYTES as u64));
+    let (_stream, map) = attached.unwrap();
+    let file = |text: &str| {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(text.as_bytes()).unwrap();
+        file
+    };
+    let read = |descriptor: OwnedFd| {
+        let mut bytes = [0; 3];
+        std::fs::File::from(descriptor).read_exact_at(&mut bytes, 0).unwrap();
+        String::from_utf8(bytes.to_vec()).unwrap()
+    };
+    let (first, second) = (map.expect_files(1).unwrap(), map.expect_files(2).unwrap());
+    assert!(first.take().unwrap().is_empty());
+    let (a, b) = (file("abc"), file("def"));
+    session.send_files(2, &[b.as_fd(), a.as_fd()]).unwrap();
+    session.send_files(7, &[a.as_fd()]).unwrap();
+    session.send_files(1, &[a.as_fd()]).unwrap();
+    let texts = |files: Vec<OwnedFd>| files.into_iter().map(read).collect::<Vec<String>>();
+    assert_eq!(texts(first.take().unwrap()), ["abc"]);
+    assert_eq!(texts(second.take().unwrap()), ["def", "abc"]);
+    assert!(second.take().unwrap().is_empty());
+    // A peer that receives nothing does not fill the kernel with descriptors.
+    let sent = (0..1000).take_while(|number| session.send_files(*number, &[a.as_fd(); 16]).is_ok()).count();
+    assert!((1..100).contains(&sent), "{sent}");
+    drop((first, second, map));
+    tokio::time::timeout(Duration::from_secs(60), session.ended()).await.expect("no process has the session");
 }
 
 #[tokio::test]

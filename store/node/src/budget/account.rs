@@ -274,7 +274,8 @@ impl Account {
     /// delay after which it finds room. In a full line it queues for a place, and the delay is the
     /// time for that. `page_bytes` are those that a page takes in the arena.
     ///
-    /// A connection at its own bound gets no place: no other connection can take its room.
+    /// A connection at its own bound gets no place: no other connection can take its room. It is
+    /// told the time until its own puts end.
     pub(crate) fn wait_in_line(&self, bytes: u64, page_bytes: u64) -> Busy {
         let kind = Kind::Puts;
         let now = now();
@@ -283,7 +284,7 @@ impl Account {
         let Some(connection) = state.connections.get_mut(&self.connection) else {
             return Busy::after(PUT_RETRY_MAX);
         };
-        let (tenant, used) = (connection.tenant, connection.used[kind as usize]);
+        let tenant = connection.tenant;
         let refused_by_tiers = !std::mem::take(&mut connection.put_refused);
         let served = connection.served.take().filter(|_| refused_by_tiers);
         let connection_max = self.budget.connection_max[kind as usize];
@@ -291,8 +292,7 @@ impl Account {
         let own = self.budget.overrun_behind(Ahead::default(), state, self.connection, kind, page_bytes);
         if own.connection > 0 {
             state.line.leave(self.connection);
-            let forecast = self.budget.forecast(state, Scope::Connection(self.connection), now);
-            let time = forecast.time_for(own.connection.min(used), connection_max);
+            let time = state.time_for_own_room(self.connection, own.connection, now);
             return Busy::after(time.clamp(PUT_RETRY_MIN, PUT_RETRY_MAX));
         }
         let share = state.tenants.share(tenant, kind, self.budget.node_max[kind as usize]);

@@ -1,6 +1,6 @@
 //! Tests of the room for puts under more callers than the line has places.
 
-use super::room_tests::{MIB, Open, PAGE, account, budget, in_use, write};
+use super::room_tests::{MIB, Open, PAGE, account, budget_for, empty_node, full_node, in_use, write};
 use super::*;
 use tokio::time::sleep;
 
@@ -95,7 +95,7 @@ fn summary(calls: &[Call]) -> String {
 async fn more_callers_than_places_all_get_in_about_in_order() {
     let tenants: [fn(u64) -> String; 2] = [|number| number.to_string(), |_| "tenant".to_owned()];
     for tenant_of in tenants {
-        let (budget, open) = (budget(), Open::default());
+        let (budget, open) = empty_node();
         let silent = take_room(&budget, &open);
         let calls = crowd(&budget, &open, (300, Duration::from_millis(1)), tenant_of, 80 * MIB).await;
         let summary = summary(&calls);
@@ -115,7 +115,7 @@ async fn more_callers_than_places_all_get_in_about_in_order() {
 async fn more_callers_than_places_all_get_in_over_slow_links() {
     let tenants: [fn(u64) -> String; 2] = [|number| number.to_string(), |_| "tenant".to_owned()];
     for tenant_of in tenants {
-        let (budget, open) = (budget(), Open::default());
+        let (budget, open) = empty_node();
         let _silent = take_room(&budget, &open);
         let calls = crowd(&budget, &open, (300, Duration::from_millis(1)), tenant_of, 4 * MIB).await;
         let summary = summary(&calls);
@@ -125,11 +125,28 @@ async fn more_callers_than_places_all_get_in_over_slow_links() {
     }
 }
 
+/// The room takes ten pages a second, one at a time.
+#[tokio::test(start_paused = true)]
+async fn crowd_gets_in_one_page_at_a_time() {
+    let tenants: [fn(u64) -> String; 2] = [|number| number.to_string(), |_| "tenant".to_owned()];
+    for tenant_of in tenants {
+        let budget = budget_for(PAGE);
+        let (open, silent) = (Open::default(), account(&budget, "tenant"));
+        assert!(open.reserve(&silent));
+        let calls = crowd(&budget, &open, (100, Duration::from_millis(1)), tenant_of, 80 * MIB).await;
+        let summary = summary(&calls);
+        println!("{summary}");
+        assert!(refusals_max(&calls) <= 14, "{summary}");
+        assert!(waited_max(&calls) <= Duration::from_secs(90), "{summary}");
+        assert_eq!((in_use(&budget), &budget.status()["writers_waiting"]), (0, &json!(0)));
+    }
+}
+
 /// Others come as fast as the room takes pages, for 15 s. Without an order the first ones would
 /// compete with them all the time.
 #[tokio::test(start_paused = true)]
 async fn newcomers_do_not_starve_callers_without_a_place() {
-    let (budget, open) = (budget(), Open::default());
+    let (budget, open) = empty_node();
     let _silent = take_room(&budget, &open);
     let first = crowd(&budget, &open, (300, Duration::from_millis(1)), |_| "tenant".into(), 80 * MIB);
     let later = async {
@@ -145,9 +162,7 @@ async fn newcomers_do_not_starve_callers_without_a_place() {
 /// Before, each return was another first refusal: it had no place, and newcomers took the room.
 #[tokio::test(start_paused = true)]
 async fn caller_told_the_longest_time_gets_a_place_when_it_returns() {
-    let (budget, open) = (budget(), Open::default());
-    let holder = account(&budget, "tenant");
-    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let (budget, open, holder) = full_node("tenant");
     // 64 s for a page.
     let holder_sends = async |seconds: u32| {
         for _ in 0..10 * seconds {
@@ -189,7 +204,7 @@ async fn caller_that_returns_early_keeps_the_time_of_its_promise() {
 /// Before, a connection without a place had never waited, so it could not take the excess.
 #[tokio::test(start_paused = true)]
 async fn tenant_behind_a_full_line_gets_its_share() {
-    let (budget, open) = (budget(), Open::default());
+    let (budget, open) = empty_node();
     let greedy: Vec<_> = (0..4).map(|_| account(&budget, "greedy")).collect();
     assert!(greedy.iter().all(|writer| open.reserve(writer)));
     // A put takes 4 s, so that those that queue are told 10 s.
@@ -211,4 +226,37 @@ async fn tenant_behind_a_full_line_gets_its_share() {
     progress(2).await;
     assert!(open.reserve(&modest));
     assert_eq!(greedy.iter().map(|writer| open.len(writer)).sum::<usize>(), 3);
+}
+
+/// A forecast visits the writers of its scope, and serves all refusals of 10 ms. Each connection is
+/// one writer at most, so the limit of connections bounds the visits.
+#[tokio::test(start_paused = true)]
+async fn forecasts_visit_each_writer_of_their_scope_once_per_ten_milliseconds() {
+    const WRITERS: usize = 200;
+    let (budget, open) = (budget_for(WRITERS as u64 * PAGE), Open::default());
+    let writers: Vec<_> = (0..WRITERS).map(|number| account(&budget, &format!("tenant {}", number % 2))).collect();
+    assert!(writers.iter().all(|writer| open.reserve(writer)));
+    let strangers: Vec<_> = (0..50).map(|number| account(&budget, &format!("stranger {number}"))).collect();
+    let visits = || budget.state.lock().forecast_visits;
+    // All refusals of one moment, by the node and by the shares of both tenants.
+    let refuse = || {
+        for caller in writers.iter().chain(&strangers) {
+            caller.wait_in_line(PAGE, PAGE);
+        }
+    };
+    refuse();
+    let first = visits();
+    assert!((WRITERS..=2 * WRITERS).contains(&first), "{first} visits");
+    sleep(Duration::from_millis(5)).await;
+    refuse();
+    assert_eq!(visits(), first, "the forecasts are current");
+    let mut before = first;
+    for _ in 0..20 {
+        sleep(Duration::from_millis(10)).await;
+        refuse();
+        let after = visits();
+        assert!(after - before <= 2 * WRITERS, "{} visits", after - before);
+        before = after;
+    }
+    assert!(before > 10 * WRITERS, "{before} visits: each moment has its own forecast");
 }

@@ -9,6 +9,10 @@
 //! - Free places go to the queue in order: see `place_queue`. A connection gets one at once only if
 //!   enough others are left for those that queue.
 //! - Tenants take turns: a tenant's second place comes after the first places of the others.
+//! - A turn that is being served admits no newcomer while a place waits for a later turn. So a
+//!   place that finds n places of its tenant comes before all callers that are refused and get
+//!   their place after it, except for at most n * (PLACES_MAX - 1): see [`Line::first_turn`].
+//!   Places of its tenant that leave unserved count as if they were there.
 //! - A place holds room from a put's time before the connection is to return until soon after that.
 //!   A put that begins earlier has usually ended by then, with its write to L3. So room does not
 //!   wait for long, unless a connection returns early and is told to wait again.
@@ -55,10 +59,18 @@ pub(super) struct Line {
     by_connection: BTreeMap<u64, PlaceKey>,
     queue: PlaceQueue,
     arrivals: u64,
-    /// Turn of the last place that was served. A tenant without a place enters here.
-    turn: u64,
+    /// Latest turn of which a place was served, since the line was empty.
+    served_turn: Option<u64>,
     /// No place is late before this time.
     late_first: Option<Instant>,
+}
+
+/// Position of a place that was granted its first bytes. The connection gets it back if the tiers
+/// have no room for their page.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Served {
+    turn: u64,
+    refused: Refused,
 }
 
 impl Place {
@@ -157,13 +169,13 @@ impl Line {
     }
 
     /// Gives a connection a place, or changes the bytes of the place that it has. If too few places
-    /// are free for all that were refused earlier, the connection queues. `served` is the refusal
+    /// are free for all that were refused earlier, the connection queues. `served` is the position
     /// of a place that was granted bytes, if the tiers had no room for their page.
     pub(super) fn enter(
         &mut self,
         connection: u64,
         (tenant, bytes): (TenantNumber, u64),
-        served: Option<Refused>,
+        served: Option<Served>,
         now: Instant,
     ) {
         if let Some(key) = self.by_connection.get(&connection)
@@ -177,7 +189,7 @@ impl Line {
         if fail_point!("node.line-forgets-callers") {
             return;
         }
-        let refused = self.queue.get(connection).or(served).unwrap_or_else(|| {
+        let refused = self.queue.get(connection).or(served.map(|served| served.refused)).unwrap_or_else(|| {
             self.arrivals += 1;
             Refused { arrival: self.arrivals, since: now }
         });
@@ -187,7 +199,10 @@ impl Line {
         }
         self.queue.remove(connection);
         let last = self.places.iter().rfind(|(_, place)| place.tenant == tenant).map(|(&(turn, _), _)| turn + 1);
-        let key = (last.unwrap_or(0).max(self.turn), refused.arrival);
+        let first = self.first_turn();
+        // Turns begin anew in an empty line.
+        let first = served.map_or(first, |served| served.turn.min(first));
+        let key = (last.unwrap_or(0).max(first), refused.arrival);
         let place = Place {
             connection,
             tenant,
@@ -200,6 +215,19 @@ impl Line {
         };
         self.places.insert(key, place);
         self.by_connection.insert(connection, key);
+    }
+
+    /// Turn of a newcomer whose tenant has no place. It is the one that is being served, or the
+    /// next one if a place waits for a later turn.
+    ///
+    /// Later callers get no place before one that enters here. A place that enters n turns later
+    /// waits for n turns. Each turn is closed once one of its places was served. All its places are
+    /// in the line then, beside the waiting one: `PLACES_MAX` - 1 at most. So new tenants cannot
+    /// prolong the wait, although their names are free.
+    fn first_turn(&self) -> u64 {
+        let Some(served) = self.served_turn else { return 0 };
+        let waits_for_later = self.places.last_key_value().is_some_and(|(&(turn, _), _)| turn > served);
+        served + u64::from(waits_for_later)
     }
 
     /// Returns `true` if a place is free for a connection. In a full line a late place makes room
@@ -284,21 +312,21 @@ impl Line {
     }
 
     /// Takes granted bytes off the connection's place, and ends the place with its last byte. Ends
-    /// the wait of a connection in the queue. Returns the refusal of a place at its first grant.
-    pub(super) fn record_grant(&mut self, connection: u64, bytes: u64) -> Option<Refused> {
+    /// the wait of a connection in the queue. Returns the position of a place at its first grant.
+    pub(super) fn record_grant(&mut self, connection: u64, bytes: u64) -> Option<Served> {
         self.queue.remove(connection);
         let key = *self.by_connection.get(&connection)?;
         let place = self.places.get_mut(&key)?;
         let was_served = std::mem::replace(&mut place.is_served, true);
         // A place that ends unserved moves no other turn.
-        self.turn = self.turn.max(key.0);
-        let refused = (!was_served).then_some(place.refused);
+        self.served_turn = self.served_turn.max(Some(key.0));
+        let served = (!was_served).then_some(Served { turn: key.0, refused: place.refused });
         if place.bytes > bytes {
             place.bytes -= bytes;
         } else {
             self.end_place(connection);
         }
-        refused
+        served
     }
 
     /// Ends the wait of a connection.
@@ -311,7 +339,7 @@ impl Line {
         let key = self.by_connection.remove(&connection)?;
         let place = self.places.remove(&key);
         if self.places.is_empty() {
-            self.turn = 0;
+            self.served_turn = None;
         }
         place
     }
@@ -330,3 +358,6 @@ impl Line {
         self.late_first = self.places.values().map(|place| place.holds_until).min();
     }
 }
+
+#[cfg(test)]
+mod tests;

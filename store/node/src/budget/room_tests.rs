@@ -10,10 +10,20 @@ pub(super) const PAGE: u64 = 8 * MIB;
 /// Bytes that keep a writer from losing its room.
 const PROGRESS: usize = writers::PROGRESS_BYTES as usize;
 
+/// A node with room for puts of so many bytes.
+pub(super) fn budget_for(bytes: u64) -> Arc<Budget> {
+    let options = NodeOptions { in_flight_bytes: Some(2 * bytes), ..NodeOptions::default() };
+    Budget::new(&options, Arc::default(), Arc::default())
+}
+
 /// A node with room for four pages.
 pub(super) fn budget() -> Arc<Budget> {
-    let options = NodeOptions { in_flight_bytes: Some(8 * PAGE), ..NodeOptions::default() };
-    Budget::new(&options, Arc::default(), Arc::default())
+    budget_for(4 * PAGE)
+}
+
+/// A node with room for four pages, without writers.
+pub(super) fn empty_node() -> (Arc<Budget>, Open) {
+    (budget(), Open::default())
 }
 
 pub(super) fn account(budget: &Arc<Budget>, tenant: &str) -> Arc<Account> {
@@ -64,6 +74,14 @@ impl Open {
         });
         charge.map(|charge| self.insert(charge)).is_some()
     }
+}
+
+/// A node whose four pages of room one connection of `tenant` holds.
+pub(super) fn full_node(tenant: &str) -> (Arc<Budget>, Open, Arc<Account>) {
+    let (budget, open) = empty_node();
+    let holder = account(&budget, tenant);
+    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    (budget, open, holder)
 }
 
 /// Sends a page at `bytes_per_second` and ends its put.
@@ -126,14 +144,37 @@ async fn refused_callers(
     (truthful.load(Ordering::Relaxed), returns.load(Ordering::Relaxed))
 }
 
+/// Share that the tenant of an account has of so many bytes.
+pub(super) fn share(budget: &Budget, account: &Account, bytes: u64) -> u64 {
+    let mut state = budget.state.lock();
+    let tenant = state.connections.get(&account.connection()).unwrap().tenant;
+    state.tenants.expire(now());
+    state.tenants.share(tenant, Kind::Puts, bytes)
+}
+
+/// Refused callers beside writers that send a page each. All have the same speed.
+async fn callers_beside(
+    writers: &[Arc<Account>],
+    (budget, open): (&Arc<Budget>, &Open),
+    callers: (u64, TenantOf),
+    bytes_per_second: u64,
+) -> (u64, u64) {
+    let writing = futures::future::join_all(writers.iter().map(|writer| write(open, writer, bytes_per_second)));
+    let calling = async {
+        // The first measurement of the writers needs a moment.
+        sleep(Duration::from_millis(60)).await;
+        refused_callers(budget, open, callers, bytes_per_second).await
+    };
+    futures::join!(writing, calling).1
+}
+
 pub(super) fn in_use(budget: &Budget) -> u64 {
     budget.usage()[0].1
 }
 
 #[tokio::test(start_paused = true)]
 async fn callers_refused_by_silent_writers_get_in_when_told() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     let silent: Vec<_> = (0..4).map(|number| account(&budget, &format!("silent {number}"))).collect();
     assert!(silent.iter().all(|writer| open.reserve(writer)));
     let begin = now();
@@ -147,64 +188,38 @@ async fn callers_refused_by_silent_writers_get_in_when_told() {
 
 #[tokio::test(start_paused = true)]
 async fn callers_refused_by_slow_writers_get_in_when_told() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     // Two seconds for a page each.
     let slow: Vec<_> = (0..4).map(|number| account(&budget, &format!("slow {number}"))).collect();
     assert!(slow.iter().all(|writer| open.reserve(writer)));
-    let writing = async {
-        futures::future::join_all(slow.iter().map(|writer| write(&open, writer, 4 * MIB))).await;
-    };
-    // The first measurement of the writers needs a moment.
-    let calling = async {
-        sleep(Duration::from_millis(60)).await;
-        refused_callers(&budget, &open, (12, own_tenant), 4 * MIB).await
-    };
-    let ((), (truthful, returns)) = futures::join!(writing, calling);
+    let (truthful, returns) = callers_beside(&slow, (&budget, &open), (12, own_tenant), 4 * MIB).await;
     assert!(truthful * 10 >= returns * 9, "{truthful} of {returns} returns got in");
     assert_eq!(in_use(&budget), 0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn callers_of_one_tenant_get_in_when_told() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     let slow: Vec<_> = (0..4).map(|_| account(&budget, "tenant")).collect();
     assert!(slow.iter().all(|writer| open.reserve(writer)));
-    let writing = async {
-        futures::future::join_all(slow.iter().map(|writer| write(&open, writer, 4 * MIB))).await;
-    };
-    let calling = async {
-        sleep(Duration::from_millis(60)).await;
-        refused_callers(&budget, &open, (12, |_| "tenant".into()), 4 * MIB).await
-    };
-    let ((), (truthful, returns)) = futures::join!(writing, calling);
+    let (truthful, returns) = callers_beside(&slow, (&budget, &open), (12, |_| "tenant".into()), 4 * MIB).await;
     assert!(truthful * 10 >= returns * 9, "{truthful} of {returns} returns got in");
 }
 
 #[tokio::test(start_paused = true)]
 async fn callers_of_one_tenant_get_in_when_told_beside_a_silent_tenant() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     // It keeps its share: the callers have room for two pages.
     let silent = account(&budget, "silent");
     let slow: Vec<_> = (0..2).map(|_| account(&budget, "tenant")).collect();
     assert!(slow.iter().chain([&silent, &silent]).all(|writer| open.reserve(writer)));
-    let writing = async {
-        futures::future::join_all(slow.iter().map(|writer| write(&open, writer, 8 * MIB))).await;
-    };
-    let calling = async {
-        sleep(Duration::from_millis(60)).await;
-        refused_callers(&budget, &open, (8, |_| "tenant".into()), 8 * MIB).await
-    };
-    let ((), (truthful, returns)) = futures::join!(writing, calling);
+    let (truthful, returns) = callers_beside(&slow, (&budget, &open), (8, |_| "tenant".into()), 8 * MIB).await;
     assert!(truthful * 10 >= returns * 9, "{truthful} of {returns} returns got in");
 }
 
 #[tokio::test(start_paused = true)]
 async fn put_that_was_slow_long_ago_delays_no_caller() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     let slow = account(&budget, "slow");
     assert!(open.reserve(&slow));
     write(&open, &slow, MIB / 4).await;
@@ -221,10 +236,7 @@ async fn put_that_was_slow_long_ago_delays_no_caller() {
 
 #[tokio::test(start_paused = true)]
 async fn caller_that_returns_late_keeps_its_turn() {
-    let budget = budget();
-    let open = Open::default();
-    let holder = account(&budget, "tenant");
-    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let (budget, open, holder) = full_node("tenant");
     let late = account(&budget, "tenant");
     assert!(!open.reserve(&late));
     let told = late.wait_in_line(PAGE, PAGE).retry_after;
@@ -244,10 +256,7 @@ async fn caller_that_returns_late_keeps_its_turn() {
 
 #[tokio::test(start_paused = true)]
 async fn late_caller_holds_no_room_and_ends_after_a_while() {
-    let budget = budget();
-    let open = Open::default();
-    let holder = account(&budget, "holder");
-    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let (budget, open, holder) = full_node("holder");
     let late = account(&budget, "caller");
     assert!(!open.reserve(&late));
     let told = late.wait_in_line(PAGE, PAGE).retry_after;
@@ -265,8 +274,7 @@ async fn late_caller_holds_no_room_and_ends_after_a_while() {
 
 #[tokio::test(start_paused = true)]
 async fn caller_is_not_told_to_return_before_those_that_room_is_promised_to() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     let holders: Vec<_> = (0..4).map(|number| account(&budget, &format!("holder {number}"))).collect();
     assert!(holders.iter().all(|holder| open.reserve(holder)));
     // 6 s for a page: longer than an empty room would make anyone wait.
@@ -301,10 +309,7 @@ async fn caller_is_not_told_to_return_before_those_that_room_is_promised_to() {
 
 #[tokio::test(start_paused = true)]
 async fn caller_that_has_waited_keeps_its_place_when_the_time_told_grows() {
-    let budget = budget();
-    let open = Open::default();
-    let holder = account(&budget, "holder");
-    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let (budget, open, holder) = full_node("holder");
     let caller = account(&budget, "caller");
     assert!(!open.reserve(&caller));
     caller.wait_in_line(PAGE, PAGE);
@@ -326,8 +331,7 @@ async fn caller_that_has_waited_keeps_its_place_when_the_time_told_grows() {
 
 #[tokio::test(start_paused = true)]
 async fn caller_that_the_arena_refuses_gets_a_place_and_returns_less_and_less_often() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     let holder = account(&budget, "holder");
     (0..3).for_each(|_| assert!(open.reserve(&holder)));
     let caller = account(&budget, "caller");
@@ -347,10 +351,7 @@ async fn caller_that_the_arena_refuses_gets_a_place_and_returns_less_and_less_of
 #[tokio::test(start_paused = true)]
 async fn caller_keeps_its_place_and_returns_less_often_while_the_arena_is_full() {
     for pages in [1, 2] {
-        let budget = budget();
-        let open = Open::default();
-        let holder = account(&budget, "holder");
-        (0..4).for_each(|_| assert!(open.reserve(&holder)));
+        let (budget, open, holder) = full_node("holder");
         let caller = account(&budget, "caller");
         assert!(!open.reserve(&caller));
         let first = caller.wait_in_line(pages * PAGE, PAGE).retry_after;
@@ -371,8 +372,7 @@ async fn caller_keeps_its_place_and_returns_less_often_while_the_arena_is_full()
 
 #[tokio::test(start_paused = true)]
 async fn writer_keeps_its_room_while_it_makes_progress_or_no_caller_waits() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     let slow = account(&budget, "slow");
     let lonely = account(&budget, "lonely");
     assert!(open.reserve(&slow) && open.reserve(&lonely));
@@ -399,8 +399,7 @@ async fn writer_keeps_its_room_while_it_makes_progress_or_no_caller_waits() {
 /// Each of them keeps one page. Before, a byte a second kept it for as long as the writer liked.
 #[tokio::test(start_paused = true)]
 async fn writers_that_trickle_give_their_room_to_callers() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     let stranger = Peer::Address([10, 0, 0, 9].into());
     let trickling: Vec<_> = (0..4).map(|number| account_of(&budget, stranger, &number.to_string())).collect();
     assert!(trickling.iter().all(|writer| open.reserve(writer)));
@@ -423,8 +422,7 @@ async fn writers_that_trickle_give_their_room_to_callers() {
 
 #[tokio::test(start_paused = true)]
 async fn tenant_above_its_share_loses_the_excess_to_one_that_waits() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     let greedy: Vec<_> = (0..4).map(|_| account(&budget, "greedy")).collect();
     assert!(greedy.iter().all(|writer| open.reserve(writer)));
     let modest = account(&budget, "modest");
@@ -443,58 +441,16 @@ async fn tenant_above_its_share_loses_the_excess_to_one_that_waits() {
     assert_eq!(greedy.iter().map(|writer| open.len(writer)).sum::<usize>(), 2);
 }
 
-/// Makes progress on each connection every 100 ms.
-async fn progress_for(time: Duration, senders: &[Arc<Account>]) {
-    let end = now() + time;
-    while now() < end {
-        sleep(Duration::from_millis(100)).await;
-        senders.iter().for_each(|sender| sender.record_received(PROGRESS));
-    }
-}
-
-/// Before, a share was never below a sixteenth: sixteen tenants could keep everything.
-#[tokio::test(start_paused = true)]
-async fn seventeenth_tenant_gets_its_share_of_the_room_that_sixteen_hold() {
-    let options = NodeOptions { in_flight_bytes: Some(2 * 64 * MIB), ..NodeOptions::default() };
-    let budget = Budget::new(&options, Arc::default(), Arc::default());
-    let held: Mutex<BTreeMap<u64, Vec<Charge>>> = Mutex::default();
-    let reserve = |account: &Arc<Account>| {
-        let charge = account.charge(Kind::Puts, MIB).ok().or_else(|| {
-            for writer in account.losing_writers(MIB) {
-                while account.takes_from(writer, MIB)
-                    && held.lock().get_mut(&writer.connection).unwrap().pop().is_some()
-                {}
-            }
-            account.charge(Kind::Puts, MIB).ok()
-        });
-        charge.map(|charge| held.lock().entry(account.connection()).or_default().push(charge)).is_some()
-    };
-    let sixteen: Vec<_> = (0..16).map(|number| account(&budget, &number.to_string())).collect();
-    sixteen.iter().cycle().take(64).for_each(|account| assert!(reserve(account)));
-    let next = account(&budget, "17");
-    assert!(!reserve(&next));
-    let told = next.wait_in_line(3 * MIB, MIB).retry_after;
-    progress_for(told, &sixteen).await;
-    let got = (0..9).take_while(|_| reserve(&next)).count();
-    assert_eq!(got, 3, "a seventeenth of 64 MiB is 3.8 pages");
-}
-
 #[tokio::test(start_paused = true)]
 async fn peer_with_many_tenants_takes_no_share_of_another_peer() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     let stranger = Peer::Address([10, 0, 0, 9].into());
     let many: Vec<_> = (0..4).map(|number| account_of(&budget, stranger, &number.to_string())).collect();
     many.iter().for_each(|account| assert!(open.reserve(account)));
     // The same tenant's name from another address is another tenant.
     let honest = account_of(&budget, Peer::Local, "0");
     assert!(!open.reserve(&honest));
-    let share = |account: &Arc<Account>| {
-        let mut state = budget.state.lock();
-        let tenant = state.connections.get(&account.connection()).unwrap().tenant;
-        state.tenants.expire(now());
-        state.tenants.share(tenant, Kind::Puts, 4 * PAGE)
-    };
+    let share = |account: &Account| share(&budget, account, 4 * PAGE);
     assert_eq!((share(&honest), share(&many[0])), (2 * PAGE, PAGE / 2));
     drop((many, open));
     assert_eq!(share(&honest), 4 * PAGE);
@@ -529,21 +485,18 @@ async fn caller_that_leaves_unserved_moves_no_newcomer_back() {
         line.promised((connection, tenant), &tenants, 100 * PAGE, (now(), None)).bytes().of_all / PAGE
     };
     assert_eq!(ahead(&line, 8, newcomer), 1);
-    // A place that is served does: the next newcomer has no earlier turn.
+    // A place that is served does: the next newcomer has no turn that has begun.
     line.leave(8);
     for connection in 0..3 {
         line.record_grant(connection, PAGE);
     }
     line.enter(9, (newcomer, PAGE), None, now());
-    assert_eq!((ahead(&line, 9, newcomer), ahead(&line, 3, many)), (0, 1));
+    assert_eq!([ahead(&line, 3, many), ahead(&line, 9, newcomer), ahead(&line, 4, many)], [0, 1, 2]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn tenants_take_turns_in_the_line_and_newcomers_wait_behind_it() {
-    let budget = budget();
-    let open = Open::default();
-    let holder = account(&budget, "holder");
-    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let (budget, open, holder) = full_node("holder");
     let many: Vec<_> = (0..3).map(|_| account(&budget, "many")).collect();
     let single = account(&budget, "single");
     for caller in many.iter().chain([&single]) {
@@ -569,8 +522,7 @@ async fn tenants_take_turns_in_the_line_and_newcomers_wait_behind_it() {
 
 #[tokio::test(start_paused = true)]
 async fn line_is_bounded_and_ends_with_its_connections() {
-    let budget = budget();
-    let open = Open::default();
+    let (budget, open) = empty_node();
     // Puts take a millisecond. Otherwise few callers would find room within the longest delay.
     let quick = put(&account(&budget, "quick"));
     sleep(Duration::from_millis(1)).await;
@@ -592,8 +544,7 @@ async fn line_is_bounded_and_ends_with_its_connections() {
 /// Before, each refusal visited all writers as long as one was silent and kept its room.
 #[tokio::test(start_paused = true)]
 async fn silent_writer_that_keeps_its_room_makes_no_search_visit_others() {
-    let options = NodeOptions { in_flight_bytes: Some(2 * 300 * PAGE), ..NodeOptions::default() };
-    let budget = Budget::new(&options, Arc::default(), Arc::default());
+    let budget = budget_for(300 * PAGE);
     let open = Open::default();
     let writers: Vec<_> = (0..299).map(|_| account(&budget, "tenant")).collect();
     assert!(writers.iter().all(|writer| open.reserve(writer)));
@@ -620,12 +571,7 @@ async fn silent_writer_that_keeps_its_room_makes_no_search_visit_others() {
 async fn share_counts_each_tenant_with_demand_once() {
     let budget = budget();
     let accounts: Vec<_> = (0..900).map(|number| account(&budget, &format!("{number}"))).collect();
-    let share = |number: usize| {
-        let mut state = budget.state.lock();
-        let tenant = state.connections.get(&accounts[number].connection()).unwrap().tenant;
-        state.tenants.expire(now());
-        state.tenants.share(tenant, Kind::Puts, 4 * PAGE)
-    };
+    let share = |number: usize| share(&budget, &accounts[number], 4 * PAGE);
     assert_eq!(share(0), 4 * PAGE, "899 idle tenants take nothing");
     let first = put(&accounts[1]).unwrap();
     assert_eq!((share(0), share(1)), (2 * PAGE, 4 * PAGE));
@@ -665,10 +611,7 @@ async fn silent_writers_beyond_those_of_one_search_are_found_by_the_next() {
 /// Before, the caller was told the time since its first refusal: the tiers were thought to refuse.
 #[tokio::test(start_paused = true)]
 async fn caller_returns_at_once_if_the_room_is_free_before_the_answer() {
-    let budget = budget();
-    let open = Open::default();
-    let holder = account(&budget, "tenant");
-    (0..4).for_each(|_| assert!(open.reserve(&holder)));
+    let (budget, open, holder) = full_node("tenant");
     let caller = account(&budget, "tenant");
     for _ in 0..30 {
         assert!(!open.reserve(&caller));

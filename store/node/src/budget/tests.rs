@@ -1,7 +1,6 @@
 use super::rates::{RETRY_MAX, RETRY_OUTSTANDING, RETRY_READ_MAX};
+use super::room_tests::{MIB, account, budget_for};
 use super::*;
-
-const MIB: u64 = 1 << 20;
 
 fn budget() -> Arc<Budget> {
     let options = NodeOptions {
@@ -12,12 +11,6 @@ fn budget() -> Arc<Budget> {
         ..NodeOptions::default()
     };
     Budget::new(&options, Arc::default(), Arc::default())
-}
-
-fn account(budget: &Arc<Budget>, tenant: &str) -> Arc<Account> {
-    let account = budget.open().unwrap();
-    account.set_tenant(Peer::Local, tenant);
-    account
 }
 
 fn used_of(budget: &Budget) -> Vec<u64> {
@@ -458,8 +451,7 @@ async fn slow_reader_of_a_large_page_stays_connected() {
 
 #[tokio::test(start_paused = true)]
 async fn search_for_a_stalled_reader_visits_each_reader_at_most_once_a_second() {
-    let options = NodeOptions { in_flight_bytes: Some(64 * MIB), ..NodeOptions::default() };
-    let budget = Budget::new(&options, Arc::default(), Arc::default());
+    let budget = budget_for(32 * MIB);
     let charge = |client: &Arc<Account>| {
         let mut charge = client.charge_unchecked(Kind::Reads, 64 << 10);
         charge.mark_queued();

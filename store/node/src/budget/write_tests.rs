@@ -8,11 +8,28 @@ use super::*;
 use rand::Rng;
 use tokio::time::sleep;
 
-/// Pages that the room takes, so as many callers are one turn of it.
-const ROOM_PAGES: u64 = 4;
 /// Bytes per second of each writer. A page takes 400 ms.
 const WRITER_RATE: u64 = 20 * MIB;
-const WRITERS_RATE: u64 = ROOM_PAGES * WRITER_RATE;
+
+/// Room for puts.
+#[derive(Debug, Clone, Copy)]
+struct Room {
+    bytes: u64,
+    /// Pages that it takes at a time, so as many callers are one turn of it.
+    pages: u64,
+}
+
+impl Room {
+    const FOUR_PAGES: Room = Room { bytes: 4 * PAGE, pages: 4 };
+    const ONE_PAGE: Room = Room { bytes: PAGE, pages: 1 };
+    /// A page that is larger than the room is admitted alone.
+    const PART_OF_A_PAGE: Room = Room { bytes: PAGE / 4 * 3, pages: 1 };
+
+    /// Bytes per second of as many writers as the room takes.
+    fn writers_rate(self) -> u64 {
+        self.pages * WRITER_RATE
+    }
+}
 
 /// Device that writes pages one after the other, at a fixed rate.
 struct Device {
@@ -43,9 +60,9 @@ impl Device {
     }
 }
 
-/// Budget of a node with room for [`ROOM_PAGES`].
 #[derive(Clone)]
 struct Node {
+    room: Room,
     budget: Arc<Budget>,
     open: Open,
     device: Arc<Device>,
@@ -54,12 +71,12 @@ struct Node {
 }
 
 impl Node {
-    fn new(device_rate: u64, writes_puts: bool) -> Node {
+    fn new(room: Room, (device_rate, writes_puts): (u64, bool)) -> Node {
         let load = Arc::<WriteLoad>::default();
-        let options = NodeOptions { in_flight_bytes: Some(2 * ROOM_PAGES * PAGE), ..NodeOptions::default() };
+        let options = NodeOptions { in_flight_bytes: Some(2 * room.bytes), ..NodeOptions::default() };
         let budget = Budget::new(&options, load.clone(), Arc::default());
         let device = Device { load, bytes_per_second: device_rate, idle_at: Mutex::new(now()) };
-        Node { budget, open: Open::default(), device: Arc::new(device), writes_puts }
+        Node { room, budget, open: Open::default(), device: Arc::new(device), writes_puts }
     }
 
     /// Sends a reserved page and ends its put.
@@ -73,7 +90,7 @@ impl Node {
     /// Puts as many pages at once as the room takes.
     async fn fill(&self) {
         let writers: Vec<_> =
-            (0..ROOM_PAGES).map(|number| account(&self.budget, &format!("writer {number}"))).collect();
+            (0..self.room.pages).map(|number| account(&self.budget, &format!("writer {number}"))).collect();
         assert!(writers.iter().all(|writer| self.open.reserve(writer)));
         futures::future::join_all(writers.iter().map(|writer| self.put(writer))).await;
     }
@@ -82,7 +99,7 @@ impl Node {
     async fn warm_up(&self) {
         for _ in 0..2 {
             self.fill().await;
-            sleep(self.device.time_of(ROOM_PAGES) + Duration::from_millis(200)).await;
+            sleep(self.device.time_of(self.room.pages) + Duration::from_millis(200)).await;
         }
     }
 }
@@ -133,7 +150,7 @@ async fn call(node: Node, (number, pages): (u64, u64), seed: u64) -> Returns {
     returns
 }
 
-/// Callers that come while four writers are at work, and put `pages` each.
+/// Callers that come while writers use the whole room, and put `pages` each.
 async fn callers_beside_writers(node: &Node, (count, pages): (u64, u64), seed: u64) -> Returns {
     node.warm_up().await;
     let calling = async {
@@ -147,40 +164,68 @@ async fn callers_beside_writers(node: &Node, (count, pages): (u64, u64), seed: u
     returns
 }
 
-/// Returns in lines of so many turns of the room, over ten seeds.
-async fn returns_in_line(turns: u64, (device_rate, writes_puts): (u64, bool)) -> Returns {
+/// Returns in lines of so many turns of the room, of 40 callers per turn.
+async fn returns_in_line(room: Room, turns: u64, device: (u64, bool)) -> Returns {
     let mut returns = Returns::default();
-    for seed in 0..10 {
-        let node = Node::new(device_rate, writes_puts);
-        let more = callers_beside_writers(&node, (turns * ROOM_PAGES, 1), seed).await;
+    for seed in 0..40 / room.pages {
+        let node = Node::new(room, device);
+        let more = callers_beside_writers(&node, (turns * room.pages, 1), seed).await;
         returns = [returns, more].into_iter().sum();
     }
     returns
 }
 
-async fn assert_nine_of_ten_get_in(device_rate: u64, writes_puts: bool) {
+async fn assert_nine_of_ten_get_in(room: Room, (device_rate, writes_puts): (u64, bool)) {
     for turns in 2..=4 {
-        let of = format!("{turns} turns, device of {} MiB/s, writes puts: {writes_puts}", device_rate / MIB);
-        returns_in_line(turns, (device_rate, writes_puts)).await.assert_truthful(90, &of);
+        let of = format!("{turns} turns, {room:?}, device of {} MiB/s, writes puts: {writes_puts}", device_rate / MIB);
+        returns_in_line(room, turns, (device_rate, writes_puts)).await.assert_truthful(90, &of);
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn callers_get_in_when_told_without_writes() {
-    assert_nine_of_ten_get_in(WRITERS_RATE, false).await;
+    let room = Room::FOUR_PAGES;
+    assert_nine_of_ten_get_in(room, (room.writers_rate(), false)).await;
 }
 
 /// Before, the forecast took a put's end for the end of its room, and most returns were in vain.
 #[tokio::test(start_paused = true)]
 async fn callers_get_in_when_told_beside_a_device_slower_than_the_writers() {
-    for device_rate in [WRITERS_RATE / 4, WRITERS_RATE / 2] {
-        assert_nine_of_ten_get_in(device_rate, true).await;
+    let room = Room::FOUR_PAGES;
+    for device_rate in [room.writers_rate() / 4, room.writers_rate() / 2] {
+        assert_nine_of_ten_get_in(room, (device_rate, true)).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn callers_get_in_when_told_beside_a_device_as_fast_as_the_writers() {
-    assert_nine_of_ten_get_in(WRITERS_RATE, true).await;
+    let room = Room::FOUR_PAGES;
+    assert_nine_of_ten_get_in(room, (room.writers_rate(), true)).await;
+}
+
+/// Before, the forecast counted the write of a put from before the end of the put. Callers that
+/// returned without a delay of their own came too early for the only page.
+#[tokio::test(start_paused = true)]
+async fn callers_get_in_when_told_one_page_at_a_time() {
+    for room in [Room::ONE_PAGE, Room::PART_OF_A_PAGE] {
+        assert_nine_of_ten_get_in(room, (WRITER_RATE, false)).await;
+        // A slower device takes more than 10 s for four pages, the longest time that is told.
+        for device_rate in [WRITER_RATE / 2, WRITER_RATE] {
+            assert_nine_of_ten_get_in(room, (device_rate, true)).await;
+        }
+    }
+}
+
+/// Before, the caller was told one turn of the room more.
+#[tokio::test(start_paused = true)]
+async fn page_larger_than_the_room_waits_only_until_the_room_is_empty() {
+    let mut told = Vec::new();
+    for room in [Room::ONE_PAGE, Room::PART_OF_A_PAGE] {
+        let node = Node::new(room, (WRITER_RATE, false));
+        node.warm_up().await;
+        told.push(told_beside_half_pages(&node).await);
+    }
+    assert!(told[0] == told[1] && told[0] < Duration::from_millis(240), "{told:?}");
 }
 
 /// A caller that returns before one ahead of it finds that room promised. The longer the line, the
@@ -188,7 +233,8 @@ async fn callers_get_in_when_told_beside_a_device_as_fast_as_the_writers() {
 #[tokio::test(start_paused = true)]
 async fn callers_in_longer_lines_return_in_vain_more_often() {
     for (turns, percent_min) in [(8, 75), (16, 50)] {
-        let returns = returns_in_line(turns, (WRITERS_RATE, false)).await;
+        let room = Room::FOUR_PAGES;
+        let returns = returns_in_line(room, turns, (room.writers_rate(), false)).await;
         returns.assert_truthful(percent_min, &format!("{turns} turns"));
     }
 }
@@ -197,13 +243,14 @@ async fn callers_in_longer_lines_return_in_vain_more_often() {
 #[tokio::test(start_paused = true)]
 async fn most_callers_get_in_when_told_in_a_line_that_does_not_end() {
     for writes_puts in [false, true] {
-        let node = Node::new(WRITERS_RATE, writes_puts);
-        let returns = callers_beside_writers(&node, (4 * ROOM_PAGES, 10), 0).await;
+        let room = Room::FOUR_PAGES;
+        let node = Node::new(room, (room.writers_rate(), writes_puts));
+        let returns = callers_beside_writers(&node, (4 * room.pages, 10), 0).await;
         returns.assert_truthful(60, &format!("callers without a pause, writes puts: {writes_puts}"));
     }
 }
 
-/// Time told to a caller that comes when four writers have sent half of their pages.
+/// Time told to a caller that comes when the writers have sent half of their pages.
 async fn told_beside_half_pages(node: &Node) -> Duration {
     let calling = async {
         sleep(Duration::from_millis(210)).await;
@@ -218,7 +265,8 @@ async fn told_beside_half_pages(node: &Node) -> Duration {
 #[tokio::test(start_paused = true)]
 async fn time_told_contains_the_write_of_a_put_only_if_puts_are_written() {
     // The device writes a page in 400 ms.
-    let [written, not_written] = [true, false].map(|writes_puts| Node::new(WRITER_RATE, writes_puts));
+    let [written, not_written] =
+        [true, false].map(|writes_puts| Node::new(Room::FOUR_PAGES, (WRITER_RATE, writes_puts)));
     // L3 may write pages that were not put just now.
     not_written.device.write();
     sleep(Duration::from_secs(1)).await;

@@ -37,7 +37,8 @@ const QUIET_AFTER: Duration = Duration::from_millis(250);
 const WINDOW: Duration = Duration::from_secs(1);
 /// Bytes count for a rate once they took this long. Less would see single packets.
 const WINDOW_MIN: Duration = Duration::from_millis(20);
-/// A forecast serves all refusals of this time, because it visits all writers.
+/// A forecast serves all refusals of this time, because it visits all writers of its scope: at most
+/// one per connection. The forecasts of all tenants together visit each writer once more.
 const FORECAST_AGE_MAX: Duration = Duration::from_millis(10);
 /// Steps of a forecast. Each is 15 % longer than the one before: 1 ms to 10 s.
 const STEPS: usize = 67;
@@ -155,6 +156,24 @@ impl WriterProgress {
             (None, None) => silent,
         }
     }
+
+    /// Time until the connection finds `bytes` of its own `used` ones free, which belong to `puts`.
+    /// Only its client ends these puts, because no connection takes room of its own. So neither a
+    /// low rate nor silence frees them. A quiet client is expected to stay so for as long again.
+    fn time_to_free(&self, bytes: u64, (used, puts): (u64, u64), put_time: Option<Duration>, now: Instant) -> Duration {
+        let page = (used / puts.max(1)).max(1);
+        let received = self.unsealed.min(used);
+        // The fewest pages that the received bytes can belong to. A client that sends several at a
+        // time ends them together.
+        let begun = received.next_multiple_of(page);
+        let left = bytes.next_multiple_of(page).max(begun).min(used) - received;
+        let time = match (self.bytes_per_second(), put_time) {
+            (Some(rate), _) => Duration::from_secs_f64(left as f64 / rate as f64),
+            (None, Some(put_time)) => put_time.mul_f64(left as f64 / used.max(1) as f64),
+            (None, None) => SILENT_AFTER,
+        };
+        self.quiet_for(now) + time
+    }
 }
 
 fn per_second(bytes: u64, elapsed: Duration) -> u64 {
@@ -241,12 +260,14 @@ impl WrittenPuts {
 pub(super) enum Scope {
     Node,
     Tenant(TenantNumber),
-    Connection(u64),
 }
 
 /// Bytes that are expected to become free within each step.
 pub(super) struct Forecast {
     made_at: Instant,
+    /// Writers that it visited.
+    #[cfg(test)]
+    pub(super) visits: usize,
     freed: [u64; STEPS],
     /// Time in which the whole room is used once, after that.
     pub(super) turn: Duration,
@@ -287,13 +308,14 @@ impl Forecast {
 }
 
 /// Adds the bytes that leave the devices to those that become free. A device first writes
-/// `written`, and then the bytes of `ended` puts, as far as there are any.
+/// `written`, and then the bytes of `ended` puts, as far as there are any. A put that ends within a
+/// step may end at its very end, so its write begins with the next step.
 fn add_written(freed: &mut [u64; STEPS], written: u64, ended: &[u64; STEPS], bytes_per_second: f64) {
     let mut done = 0.0_f64;
-    let mut before = Duration::ZERO;
+    let (mut before, mut ended_before) = (Duration::ZERO, 0);
     for ((time, freed), ended) in steps().zip(freed).zip(ended) {
-        done = (done + bytes_per_second * (time - before).as_secs_f64()).min((written + ended) as f64);
-        before = time;
+        done = (done + bytes_per_second * (time - before).as_secs_f64()).min((written + ended_before) as f64);
+        (before, ended_before) = (time, *ended);
         *freed += done.round() as u64;
     }
 }
@@ -416,11 +438,17 @@ impl BudgetState {
         };
         let mut measured_bytes = 0;
         let mut measured_rate = 0;
+        #[cfg(test)]
+        let mut visits = 0;
         for WriterRoom { tenant, used, puts, progress } in self.writers_in(scope) {
+            #[cfg(test)]
+            {
+                visits += 1;
+            }
             let progress = progress.lock();
             let excess = match scope {
                 Scope::Node => self.excess_of(tenant, used, max),
-                Scope::Tenant(_) | Scope::Connection(_) => 0,
+                Scope::Tenant(_) => 0,
             };
             add(used, progress.end_of(used, (used / puts).max(1), put_time, now), excess);
             if let Some(rate) = progress.bytes_per_second() {
@@ -437,7 +465,22 @@ impl BudgetState {
             (measured_rate > 0).then(|| Duration::from_secs_f64(measured_bytes as f64 / measured_rate as f64));
         let turn = put_time.max(measured).unwrap_or(SILENT_AFTER);
         let turn = turn + write_time.filter(|_| written > 0 || puts_are_written).unwrap_or_default();
-        Forecast { made_at: now, freed, turn }
+        Forecast {
+            made_at: now,
+            #[cfg(test)]
+            visits,
+            freed,
+            turn,
+        }
+    }
+
+    /// Time until a connection finds `bytes` of its own room free. See
+    /// [`WriterProgress::time_to_free`].
+    pub(super) fn time_for_own_room(&self, number: u64, bytes: u64, now: Instant) -> Duration {
+        let Some(connection) = self.connections.get(&number) else { return SILENT_AFTER };
+        let used = connection.used[Kind::Puts as usize];
+        let progress = connection.progress.writer.lock();
+        progress.time_to_free(bytes.min(used), (used, connection.puts), self.put_time.get(now), now)
     }
 
     /// Expected time from a reservation to the end of its put.
@@ -446,15 +489,12 @@ impl BudgetState {
     }
 
     fn writers_in(&self, scope: Scope) -> impl Iterator<Item = WriterRoom<'_>> {
-        let wanted = match scope {
-            Scope::Node => Some((TenantNumber::MIN, TenantNumber::MAX)),
-            Scope::Tenant(tenant) => Some((tenant, tenant)),
-            Scope::Connection(number) => self.connections.get(&number).map(|own| (own.tenant, own.tenant)),
+        let (first, last) = match scope {
+            Scope::Node => (TenantNumber::MIN, TenantNumber::MAX),
+            Scope::Tenant(tenant) => (tenant, tenant),
         };
-        let wanted = wanted.map(|(first, last)| self.writers.range((first, 0, 0)..=(last, u64::MAX, u64::MAX)));
-        let wanted = wanted.into_iter().flatten().map(|&(_, _, number)| number);
-        let wanted = wanted.filter(move |number| !matches!(scope, Scope::Connection(only) if only != *number));
-        wanted.filter_map(|number| self.connections.get(&number)).map(|connection| WriterRoom {
+        let wanted = self.writers.range((first, 0, 0)..=(last, u64::MAX, u64::MAX));
+        wanted.filter_map(|(_, _, number)| self.connections.get(number)).map(|connection| WriterRoom {
             tenant: connection.tenant,
             used: connection.used[Kind::Puts as usize],
             puts: connection.puts.max(1),

@@ -6,6 +6,10 @@
 //! 3. Each admitted page waits for send credit, is read if it is on L3, and leaves.
 //!
 //! Between steps 2 and 3 a page holds no memory, so a long list costs only its table.
+//!
+//! The eviction policy learns of the pages in the order of the request: of those in DRAM first,
+//! then of those on L3 in turns. A sequence is in this order, except where L2 has a page behind one
+//! that only L3 has.
 
 use super::Connection;
 use super::holdings::{InPlaceHolds, request_number_in_use};
@@ -15,7 +19,7 @@ use super::rdma::ClientChannels;
 use crate::budget::{Busy, Charge};
 use crate::page::Page;
 use crate::state::NodeState;
-use crate::tiers::{PageLocation, StampedLocation};
+use crate::tiers::{PageLocation, ReadRecord, StampedLocation, Turns};
 use futures::{StreamExt, TryStreamExt};
 use larder_format::PageId;
 use larder_runtime::fail_point;
@@ -161,9 +165,15 @@ struct PageSender {
 
 impl PageSender {
     async fn run(self, sorted: SortedPages) -> io::Result<()> {
+        let mut record = ReadRecord::HitAndTouch;
+        if !sorted.in_dram.is_empty() && !sorted.delayed.is_empty() {
+            // Now: the pages that L2 loads meanwhile could otherwise displace them as unused ones.
+            self.node.store.tiers().touch_all_l2(sorted.in_dram.iter().map(|admitted| &admitted.page.id));
+            record = ReadRecord::Hit;
+        }
         let in_dram = async {
-            let rest = self.send_locations(sorted.in_dram).await?;
-            self.send_in_dram(rest).await
+            let rest = self.send_locations(sorted.in_dram, record).await?;
+            self.send_in_dram(rest, record).await
         };
         // Both at once: a slow device must not delay pages that are in DRAM.
         futures::try_join!(in_dram, self.send_delayed(sorted.delayed))?;
@@ -181,7 +191,7 @@ impl PageSender {
 
     /// Sends the locations of pages in L2 to a client that reads in place, several per message.
     /// Returns the pages that must go another way.
-    async fn send_locations(&self, pages: Vec<AdmittedPage>) -> io::Result<Vec<AdmittedPage>> {
+    async fn send_locations(&self, pages: Vec<AdmittedPage>, record: ReadRecord) -> io::Result<Vec<AdmittedPage>> {
         let Some(held) = self.transport.batched_holds(self.responder.version()) else { return Ok(pages) };
         let mut pages = pages.into_iter();
         let mut rest = Vec::new();
@@ -199,7 +209,7 @@ impl PageSender {
             let slot = self.responder.reserve_slot().await?;
             let ids: Vec<PageId> = group.iter().map(|admitted| admitted.page.id).collect();
             let wanted = |at: usize, page: &Page| group[at].page.range(page).is_some();
-            let found = self.node.store.tiers().hold_all_l2(&ids, wanted);
+            let found = self.node.store.tiers().hold_all_l2(&ids, wanted, record);
             let mut locations = Vec::new();
             let mut holds = Vec::new();
             let mut charges = Vec::new();
@@ -225,7 +235,7 @@ impl PageSender {
         }
     }
 
-    async fn send_in_dram(&self, pages: Vec<AdmittedPage>) -> io::Result<()> {
+    async fn send_in_dram(&self, pages: Vec<AdmittedPage>, record: ReadRecord) -> io::Result<()> {
         let mut pages = pages.into_iter();
         while let Some(first) = pages.next() {
             let Some(credit) = self.credit(&first.page).await? else { continue };
@@ -238,7 +248,8 @@ impl PageSender {
                 group.extend(pages.next().map(|next| (next, credit)));
             }
             let ids: Vec<PageId> = group.iter().map(|(admitted, _)| admitted.page.id).collect();
-            for ((admitted, credit), page) in group.into_iter().zip(self.node.store.tiers().get_all_l2(&ids)) {
+            let in_dram = self.node.store.tiers().get_all_l2(&ids, record);
+            for ((admitted, credit), page) in group.into_iter().zip(in_dram) {
                 let found = match page {
                     Some(page) => Some((page, TierCode::L2)),
                     // Evicted since the request came.
@@ -250,16 +261,19 @@ impl PageSender {
         Ok(())
     }
 
-    /// Sends pages that have to be read from L3, or granted over RDMA, first.
+    /// Sends pages that have to be read from L3, or granted over RDMA, first. A page has its turn
+    /// until it is read, and no longer: the client may take its time to receive it.
     async fn send_delayed(&self, pages: Vec<AdmittedPage>) -> io::Result<()> {
-        let pages = futures::stream::iter(pages).map(|admitted| async move {
+        let mut turns = Turns::default();
+        let in_turn = pages.into_iter().map(|admitted| (admitted, turns.next_turn()));
+        let pages = futures::stream::iter(in_turn).map(|(admitted, turn)| async move {
             let Some(credit) = self.credit(&admitted.page).await? else { return Ok(()) };
             let tiers = self.node.store.tiers();
             let id = &admitted.page.id;
             let found = match admitted.on_l3 {
                 Some(_) if admitted.page.bytes.is_some() && fail_point!("node.range-misses-l3") => None,
-                Some(location) => tiers.get_at(id, PageLocation::OnL3(location), self.deadline).await,
-                None => tiers.get(id, self.deadline).await,
+                Some(location) => tiers.get_in_turn(id, PageLocation::OnL3(location), turn, self.deadline).await,
+                None => tiers.get_in_turn(id, tiers.lookup(id), turn, self.deadline).await,
             };
             self.send_page(admitted, found, credit).await
         });

@@ -9,6 +9,7 @@ use crate::places::Place;
 use crate::state::NodeState;
 use crate::tiers::NamespaceUser;
 use larder_format::codec::DecodeError;
+use larder_format::{KvDtype, MAX_TOKEN_IDS};
 use larder_wire::{
     ByteSink, ByteSource, ErrorCode, Frame, FrameHeader, FrameReader, FrameWriter, PROTOCOL_VERSION_MIN, Request,
     Response,
@@ -92,8 +93,16 @@ impl Stranger<'_> {
         let peer = self.place.map(Place::peer).unwrap_or_default();
         // Before any charge: a charge belongs to the tenant of its time.
         self.account.set_tenant(peer, namespace.as_ref().map_or("", |namespace| &namespace.tenant));
-        let namespace =
-            namespace.map(|namespace| Namespace { id: namespace.id(), part_table: namespace.geometry.part_table() });
+        let namespace = namespace.map(|descriptor| {
+            let id = descriptor.id();
+            node.store.tiers().namespaces().introduce(id, &descriptor);
+            let geometry = descriptor.geometry;
+            let token_ids_max = match geometry.dtype {
+                KvDtype::Opaque => MAX_TOKEN_IDS,
+                _ => geometry.page_tokens as usize,
+            };
+            Namespace { id, part_table: geometry.part_table(), token_ids_max }
+        });
         let id = namespace.as_ref().map(|namespace| namespace.id);
         let user = id.and_then(|id| node.store.tiers().join(id, peer));
         tracing::debug!(peer = %self.peer, client = %name, version, namespace = ?id, "client connected");

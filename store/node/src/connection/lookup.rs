@@ -1,8 +1,13 @@
 //! Lookup: the longest servable prefix of a sequence, and a lease on its pages.
+//!
+//! The lease holds the memory of its pages. So L2 may refuse pages that are read from L3 for a
+//! lease: they are in memory until their client has read them, and then on L3 alone again.
 
 use super::Connection;
 use super::get::READS_AT_ONCE;
+use super::turn::KEYS_PER_TURN;
 use crate::budget::Kind;
+use crate::tiers::Turns;
 use futures::StreamExt;
 use larder_format::PageId;
 use larder_runtime::now;
@@ -12,17 +17,27 @@ use std::time::{Duration, Instant};
 
 impl Connection {
     /// Answers with the longest servable prefix. With `hold_ms` above 0 it leases the prefix: pages
-    /// in L2 at once, and pages on L3 when they have been loaded. The lease ends after that time,
-    /// or with the request's cancellation.
+    /// in L2 at once, and with `load_l3` pages on L3 when they have been loaded. The lease ends
+    /// after that time, or with the request's cancellation.
     pub(super) async fn lookup(
         &mut self,
         request: u64,
         ids: Vec<PageId>,
         hold_ms: u32,
+        load_l3: bool,
         deadline: Instant,
     ) -> io::Result<()> {
         let node = self.node.clone();
-        let tiers = node.store.tiers().locate_prefix(&ids);
+        let mut tiers = Vec::new();
+        for ids in ids.chunks(KEYS_PER_TURN) {
+            let found = node.store.tiers().locate_prefix(ids);
+            let (count, is_whole) = (found.len(), found.len() == ids.len());
+            tiers.extend(found);
+            self.turn.looked_up(count + 1).await;
+            if !is_whole {
+                break;
+            }
+        }
         // A lookup with a lease announces reads. Those that cannot come are misses of these reads.
         // Other lookups only ask.
         if hold_ms > 0 {
@@ -45,8 +60,10 @@ impl Connection {
                     held += u32::from(held == index);
                     holds.push(hold);
                 }
-                None => on_l3.push(*id),
+                None if load_l3 => on_l3.push(*id),
+                None => {}
             }
+            self.turn.looked_up(1).await;
         }
         let lease = self.holdings.start_lease(request, holds);
         let lease_end = now() + Duration::from_millis(hold_ms.min(MAX_HOLD_MS).into());
@@ -54,8 +71,9 @@ impl Connection {
         let page_bytes = self.page_bytes();
         let mut charge = self.charge.take();
         self.spawn_task(request, async move {
-            futures::stream::iter(on_l3)
-                .for_each_concurrent(READS_AT_ONCE, |id| {
+            let mut turns = Turns::default();
+            futures::stream::iter(on_l3.into_iter().map(|id| (id, turns.next_turn())))
+                .for_each_concurrent(READS_AT_ONCE, |(id, turn)| {
                     let node = &node;
                     let lease = &lease;
                     let account = &account;
@@ -63,7 +81,7 @@ impl Connection {
                         // Loads in advance must not compete with readers. A page without memory now
                         // is not held, and can be read all the same.
                         let Some(_charge) = account.try_charge(Kind::Reads, page_bytes) else { return };
-                        let page = node.store.tiers().fetch(&id, deadline.min(lease_end)).await;
+                        let page = node.store.tiers().fetch(&id, turn, deadline.min(lease_end)).await;
                         if let Some(hold) = page.and_then(|page| node.store.tiers().hold(&page)) {
                             lease.add(hold);
                         }

@@ -1,4 +1,4 @@
-//! Requests that manage pages: warm, forget, pin, hint, suspect and compare.
+//! Requests that manage pages: warm, forget, pin, hint, suspect, compare and explain.
 
 use super::Connection;
 use crate::budget::Account;
@@ -18,6 +18,7 @@ pub(super) enum PageAdmin {
     Hint { ids: Vec<PageId>, generated: Option<u32>, advice: Hint, retain_ms: u64 },
     Suspect(PageId),
     Compare { id: PageId, crcs: Vec<u32> },
+    Explain(Vec<PageId>),
 }
 
 impl PageAdmin {
@@ -33,6 +34,7 @@ impl PageAdmin {
             }
             Request::Suspect(key) => PageAdmin::Suspect(id(key)),
             Request::Compare { key, crcs } => PageAdmin::Compare { id: id(key), crcs },
+            Request::Explain(keys) => PageAdmin::Explain(ids(keys)),
             _ => return None,
         })
     }
@@ -43,6 +45,7 @@ impl PageAdmin {
             | PageAdmin::Forget(ids)
             | PageAdmin::Pin { ids, .. }
             | PageAdmin::Pins(ids)
+            | PageAdmin::Explain(ids)
             | PageAdmin::Hint { ids, .. } => ids.len(),
             PageAdmin::Suspect(_) | PageAdmin::Compare { .. } => 1,
         }
@@ -68,7 +71,8 @@ impl PageAdmin {
                     Err(error) => Response::Error { code: ErrorCode::Busy, message: error.to_string() },
                 }
             }
-            PageAdmin::Pins(ids) => Response::Pins(store.tiers().pins(&ids)),
+            PageAdmin::Pins(ids) => Response::Pins(store.tiers().pins(&ids).await),
+            PageAdmin::Explain(ids) => Response::Explained(store.explain(&ids).await),
             PageAdmin::Hint { ids, generated, advice, retain_ms } => {
                 Response::Count(store.hint(&ids, generated, advice, retain_ms, deadline).await as u32)
             }

@@ -5,6 +5,7 @@ use super::outbox::Responder;
 use super::page_admin::PageAdmin;
 use super::page_request::PageRequest;
 use super::rdma::PendingCommit;
+use super::turn::KEYS_PER_TURN;
 use super::{Connection, protocol_error, timed_out};
 use crate::budget::{Busy, Charge};
 use crate::puts::Put;
@@ -210,7 +211,11 @@ impl Connection {
         let request = header.request;
         match message {
             Request::Locate(keys) => {
-                let tiers = keys.into_iter().map(|key| self.node.store.tiers().locate(&id(key))).collect();
+                let mut tiers = Vec::with_capacity(keys.len());
+                for keys in keys.chunks(KEYS_PER_TURN) {
+                    tiers.extend(keys.iter().map(|&key| self.node.store.tiers().locate(&id(key))));
+                    self.turn.looked_up(keys.len()).await;
+                }
                 self.outbox.respond(request, Response::Located(tiers)).await
             }
             Request::Reserve(pages) => self.reserve(request, namespace, pages).await,
@@ -231,7 +236,9 @@ impl Connection {
             }
             Request::RdmaChannels { closed, offered } => self.open_channels(request, closed, offered, deadline).await,
             Request::GrantParts { reserve, channels } => self.grant_parts(request, reserve, channels, deadline).await,
-            Request::Lookup { keys, hold_ms } => self.lookup(request, ids(keys), hold_ms, deadline).await,
+            Request::Lookup { keys, hold_ms, load_l3 } => {
+                self.lookup(request, ids(keys), hold_ms, load_l3, deadline).await
+            }
             Request::Release(entries) => {
                 self.rdma.release(&entries);
                 self.holdings.release(&entries);
@@ -241,6 +248,7 @@ impl Connection {
                 self.record_rdma_progress(entry, part, bytes);
                 Ok(())
             }
+            Request::Extents(keys) => self.extents(request, ids(keys), deadline).await,
             Request::Follow(key) => self.follow(request, id(key), deadline).await,
             Request::Pin { kind, ttl_ms, .. } if kind != PinKind::None && !self.pin_times().contains(&ttl_ms) => {
                 let most = *self.pin_times().end();
@@ -264,14 +272,19 @@ impl Connection {
 
     async fn reserve(&mut self, request: u64, namespace: NamespaceId, pages: Vec<Reserved>) -> io::Result<()> {
         // Only a connection with a namespace gets here.
-        let part_table = self.namespace.as_ref().map_or(&[][..], |namespace| &namespace.part_table);
+        let (part_table, token_ids_max) =
+            self.namespace.as_ref().map_or((&[][..], 0), |space| (&space.part_table[..], space.token_ids_max));
         let mut outcomes = Vec::with_capacity(pages.len());
         // All pages have one size. Once there is no room for one, the next would find none either.
         let mut seeks_room = true;
         for (index, page) in (0..).zip(&pages) {
             let id = PageId { namespace, key: page.key };
             let entry = Entry { request, index };
-            let outcome = self.puts.reserve(&self.node, &self.account, part_table, entry, id, page, seeks_room);
+            let outcome = if page.token_ids.len() > token_ids_max {
+                ReserveOutcome::Malformed
+            } else {
+                self.puts.reserve(&self.node, &self.account, part_table, entry, id, page, seeks_room)
+            };
             seeks_room &= outcome != ReserveOutcome::Busy;
             outcomes.push(outcome);
         }

@@ -7,7 +7,7 @@
 //! A client's short answers may wait behind its own pages. They share its socket.
 
 use crate::budget::{Account, LOOK_INTERVAL};
-use larder_io::unacknowledged_bytes;
+use larder_memory::socket::unacknowledged_bytes;
 use larder_runtime::now;
 use larder_runtime::sync::Mutex;
 use larder_wire::{ByteSink, ByteSource};

@@ -67,6 +67,11 @@ impl<P: Resident> L2Policy<P> {
             self.set_pin(slot, None);
         }
         self.evictor.advise(handle, Advice::Demote, now_ms);
+        // So L3 does not retain the page for its past uses. The count for `write_after_hits` starts
+        // anew, and a write of the dirty page takes the write budget as a first use.
+        if let Some(state) = self.state_mut(slot) {
+            state.hits = 0;
+        }
         true
     }
 

@@ -7,6 +7,7 @@
 //!   costs no visit of the others.
 
 use super::options::NamespaceQuota;
+use super::pins::PINNED_PART;
 use super::{L2Policy, PageState, Resident};
 use larder_evict::{Evicted, Evictor, HitDensity, NamespaceIndex};
 use larder_format::NamespaceId;
@@ -139,22 +140,27 @@ impl NamespaceTable {
         self.floors.get(namespace).copied().unwrap_or(0)
     }
 
+    /// Returns `true` if any namespace is in use.
+    pub(super) fn has_floors(&self) -> bool {
+        !self.floors.is_empty()
+    }
+
     /// Floors of all namespaces in use, in bytes.
-    pub(super) fn floors(&self) -> impl ExactSizeIterator<Item = (NamespaceId, u64)> {
+    #[cfg(test)]
+    pub(super) fn floors(&self) -> impl Iterator<Item = (NamespaceId, u64)> {
         self.floors.iter().map(|(namespace, floor)| (*namespace, *floor))
     }
 
-    /// Sets the floors of these namespaces, 0 for none. Costs O(log n) for each.
-    fn set_floors(&mut self, floors: &[(NamespaceId, u64)], evictor: &mut Evictor<PageState, HitDensity>) {
-        for &(namespace, floor) in floors {
-            match floor {
-                0 => self.floors.remove(&namespace),
-                _ => self.floors.insert(namespace, floor),
-            };
-            if let Some(resident) = self.resident.get(&namespace) {
-                evictor.set_floor(resident.index, resident.kept_floor(floor));
-            }
+    /// Sets the floor of a namespace, 0 for none. Returns the floor that it had. Costs O(log n).
+    fn set_floor(&mut self, namespace: NamespaceId, floor: u64, evictor: &mut Evictor<PageState, HitDensity>) -> u64 {
+        let before = match floor {
+            0 => self.floors.remove(&namespace),
+            _ => self.floors.insert(namespace, floor),
+        };
+        if let Some(resident) = self.resident.get(&namespace) {
+            evictor.set_floor(resident.index, resident.kept_floor(floor));
         }
+        before.unwrap_or(0)
     }
 
     pub(super) fn remove_page(&mut self, namespace: NamespaceId, bytes: u32) {
@@ -219,9 +225,17 @@ impl<P: Resident> L2Policy<P> {
     }
 
     /// Sets the floors of these namespaces in bytes, 0 for none. All floors together should take at
-    /// most half of the capacity.
+    /// most half of the capacity. Costs O(log n) for each.
     pub fn set_floors(&mut self, floors: &[(NamespaceId, u64)]) {
-        self.namespaces.set_floors(floors, &mut self.evictor);
+        for &(namespace, floor) in floors {
+            let before = self.namespaces.set_floor(namespace, floor, &mut self.evictor);
+            self.pins.change_floor(&namespace, before / PINNED_PART, floor / PINNED_PART);
+        }
+    }
+
+    /// Pages of a namespace, and their bytes.
+    pub fn used_by(&self, namespace: &NamespaceId) -> (u64, u64) {
+        self.namespaces.resident.get(namespace).map_or((0, 0), |resident| (resident.pages, resident.bytes))
     }
 
     /// Usage of the namespaces with the most bytes, largest first, at most `most` of them. The last

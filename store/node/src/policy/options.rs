@@ -69,8 +69,10 @@ impl FromStr for WritePolicy {
 pub struct NamespacePrefix(String);
 
 impl NamespacePrefix {
+    /// Returns `true` if the namespace's name begins with these digits. Allocates nothing.
     pub fn matches(&self, namespace: &NamespaceId) -> bool {
-        namespace.to_string().starts_with(&self.0)
+        let digits = namespace.0.iter().flat_map(|byte| [byte >> 4, byte & 15]);
+        self.0.chars().zip(digits).all(|(own, digit)| own.to_digit(16) == Some(digit.into()))
     }
 
     /// Hex digits of the prefix, in lower case.

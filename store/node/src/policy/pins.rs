@@ -9,7 +9,7 @@
 //!   expire.
 //! - The soft-pinned pages of each namespace take at most a quarter of L2.
 
-use super::{L2Policy, Resident};
+use super::{L2Policy, Marks, Resident};
 use larder_evict::Slot;
 use larder_format::{NamespaceId, PageId};
 use larder_wire::{PagePin, PinKind};
@@ -44,6 +44,8 @@ pub(super) struct Pins {
     kept_bytes: u64,
     /// The same per namespace, without zeros.
     kept_by: BTreeMap<NamespaceId, u64>,
+    /// Sum over all namespaces of the part of `kept_by` within the namespace's floor of pins.
+    kept_within_floors: u64,
     /// Bytes of soft-pinned pages per namespace, without zeros.
     soft_bytes: BTreeMap<NamespaceId, u64>,
 }
@@ -78,19 +80,37 @@ impl Pins {
         self.kept_by.get(namespace).copied().unwrap_or_default()
     }
 
-    fn add_kept(&mut self, namespace: NamespaceId, bytes: u64) {
-        self.kept_bytes += bytes;
-        *self.kept_by.entry(namespace).or_default() += bytes;
+    /// Returns `true` if a page has a pin of its own.
+    pub(super) fn is_pinned(&self, slot: Slot) -> bool {
+        self.by_slot.contains_key(&slot)
     }
 
-    fn remove_kept(&mut self, namespace: NamespaceId, bytes: u64) {
+    /// Adds bytes of a namespace whose floor of pins is `floor`.
+    fn add_kept(&mut self, namespace: NamespaceId, bytes: u64, floor: u64) {
+        let before = self.kept_by(&namespace);
+        self.set_kept(namespace, (before, before + bytes), floor);
+    }
+
+    /// Removes bytes of a namespace whose floor of pins is `floor`.
+    fn remove_kept(&mut self, namespace: NamespaceId, bytes: u64, floor: u64) {
         let before = self.kept_by(&namespace);
         assert!(before >= bytes, "let go of {bytes} bytes of {before}");
-        self.kept_bytes -= bytes;
-        match before - bytes {
+        self.set_kept(namespace, (before, before - bytes), floor);
+    }
+
+    fn set_kept(&mut self, namespace: NamespaceId, (before, after): (u64, u64), floor: u64) {
+        match after {
             0 => self.kept_by.remove(&namespace),
-            after => self.kept_by.insert(namespace, after),
+            _ => self.kept_by.insert(namespace, after),
         };
+        self.kept_bytes = self.kept_bytes - before + after;
+        self.kept_within_floors = self.kept_within_floors - before.min(floor) + after.min(floor);
+    }
+
+    /// Records a change of a namespace's floor of pins.
+    pub(super) fn change_floor(&mut self, namespace: &NamespaceId, before: u64, after: u64) {
+        let kept = self.kept_by(namespace);
+        self.kept_within_floors = self.kept_within_floors - kept.min(before) + kept.min(after);
     }
 
     /// Returns a page whose pin has expired.
@@ -157,26 +177,36 @@ impl<P: Resident> L2Policy<P> {
         Ok(before.len())
     }
 
-    /// Bytes that the hard pins of a namespace may keep now. Costs O(n log n) for n namespaces with
-    /// a floor.
+    /// Bytes that the hard pins of a namespace may keep now. Costs O(log n) for n namespaces.
     pub(super) fn hard_pins_max(&self, namespace: &NamespaceId) -> u64 {
         let most = self.options.capacity_bytes / PINNED_PART;
-        let others = self.pins.kept_bytes - self.pins.kept_by(namespace);
+        let own = self.pins.kept_by(namespace);
+        let others = self.pins.kept_bytes - own;
         let free = most - others.min(most);
         // A store without connections, as in tests, knows no namespace in use.
-        if self.namespaces.floors().len() == 0 {
+        if !self.namespaces.has_floors() {
             return free;
         }
-        let others_within_floors: u64 = self
-            .namespaces
-            .floors()
-            .filter(|(other, _)| other != namespace)
-            .map(|(other, floor)| self.pins.kept_by(&other).min(floor / PINNED_PART))
-            .sum();
-        let beyond_floors = others - others_within_floors;
+        let floor = self.floor_of_pins(namespace);
+        let beyond_floors = others - (self.pins.kept_within_floors - own.min(floor));
         let common = most / 2 - beyond_floors.min(most / 2);
-        let floor = self.namespaces.floor(namespace) / PINNED_PART;
         (floor + common).min(most / 4 * 3).min(free)
+    }
+
+    /// Bytes that the hard pins of a namespace can always keep, as far as pins from before the last
+    /// change of the floors leave them.
+    fn floor_of_pins(&self, namespace: &NamespaceId) -> u64 {
+        self.namespaces.floor(namespace) / PINNED_PART
+    }
+
+    /// Compares the bytes within the floors with their sum over all namespaces.
+    #[cfg(test)]
+    pub(super) fn check_floors_of_pins(&self) {
+        let kept = self.namespaces.floors().map(|(namespace, floor)| {
+            let floor = floor / PINNED_PART;
+            self.pins.kept_by(&namespace).min(floor)
+        });
+        assert_eq!(self.pins.kept_within_floors, kept.sum::<u64>());
     }
 
     /// Returns the pin of a page in L2, with the time until it expires.
@@ -233,7 +263,7 @@ impl<P: Resident> L2Policy<P> {
     fn update_in_pins(&mut self, slot: Slot) {
         let in_pins = self.pins.has(slot);
         if let Some(state) = self.state_mut(slot) {
-            state.in_pins = in_pins;
+            state.marks.set(Marks::IN_PINS, in_pins);
         }
     }
 
@@ -248,7 +278,8 @@ impl<P: Resident> L2Policy<P> {
             if *count > 1 {
                 return;
             }
-            self.pins.add_kept(id.namespace, u64::from(self.bytes_at(slot)));
+            let floor = self.floor_of_pins(&id.namespace);
+            self.pins.add_kept(id.namespace, u64::from(self.bytes_at(slot)), floor);
             self.update_in_pins(slot);
             next = self.live_parent(slot);
         }
@@ -268,7 +299,8 @@ impl<P: Resident> L2Policy<P> {
                 return;
             }
             self.pins.keep_counts.remove(&slot);
-            self.pins.remove_kept(id.namespace, u64::from(self.bytes_at(slot)));
+            let floor = self.floor_of_pins(&id.namespace);
+            self.pins.remove_kept(id.namespace, u64::from(self.bytes_at(slot)), floor);
             self.update_in_pins(slot);
             next = self.live_parent(slot);
         }
@@ -300,7 +332,8 @@ impl<P: Resident> L2Policy<P> {
         if self.pins.keep_counts.remove(&slot).is_none() {
             return;
         }
-        self.pins.remove_kept(id.namespace, u64::from(bytes));
+        let floor = self.floor_of_pins(&id.namespace);
+        self.pins.remove_kept(id.namespace, u64::from(bytes), floor);
         if let Some(parent) = self.live_parent(slot) {
             self.let_go(parent);
         }

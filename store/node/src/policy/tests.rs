@@ -159,7 +159,7 @@ fn write_back_writes_evicted_pages_and_is_busy_while_it_cannot() {
     assert_eq!(out.write, out.evict.iter().map(|(id, _)| *id).collect::<Vec<_>>());
     assert_eq!(out.write.len(), 4, "each evicted page is written");
     assert!(!policy.reserve(UNIT), "writes to L3 use the whole budget");
-    assert!(!policy.loaded(page(99), 0, &mut out), "nor may a read push dirty pages out");
+    assert!(!policy.loaded(page(99), false, 0, &mut out), "nor may a read push dirty pages out");
     policy.written(&out.write[0], 1, UNIT, true);
     policy.set_writable(false);
     assert!(!policy.reserve(UNIT), "L2 is full of pages that could not be written");
@@ -317,10 +317,9 @@ fn set_equal_floors(policy: &mut TestPolicy, namespaces: &[u8]) {
     let mut shares = Shares::default();
     namespaces.iter().for_each(|namespace| shares.join(NamespaceId([*namespace; 32]), Peer::Local));
     let capacity = policy.capacity_bytes();
-    let floors = shares.take_changed().unwrap();
     let before: Vec<_> = policy.namespaces.floors().map(|(namespace, _)| (namespace, 0)).collect();
     policy.set_floors(&before);
-    policy.set_floors(&shares.changes_of_l2(&floors, capacity));
+    policy.set_floors(&shares.changes_of_l2(capacity, usize::MAX));
 }
 
 /// Hard pins pages of a namespace one by one, and returns how many.
@@ -422,6 +421,18 @@ fn make_room_evicts_as_far_as_pins_allow() {
 }
 
 #[test]
+fn pin_ends_on_l3_when_its_page_leaves_l2() {
+    let mut policy = TestPolicy::new(options(8, WritePolicy::Through));
+    (0..6).for_each(|number| drop(put(&mut policy, page(number))));
+    assert_eq!(pin(&mut policy, &[5], PinKind::Soft, 9), Ok(1));
+    let mut out = PolicyActions::default();
+    policy.make_room(5 * UNIT, 0, &mut out);
+    assert_eq!((policy.len(), out.unpin.len()), (1, 0), "the pinned page is the last");
+    policy.make_room(UNIT, 0, &mut out);
+    assert_eq!((policy.len(), out.unpin), (0, vec![id(1, 5)]));
+}
+
+#[test]
 fn make_room_evicts_dirty_pages_as_far_as_the_budget_goes() {
     let mut policy = TestPolicy::new(options(8, WritePolicy::Back));
     (0..8).for_each(|number| drop(put(&mut policy, page(number))));
@@ -435,6 +446,19 @@ fn make_room_evicts_dirty_pages_as_far_as_the_budget_goes() {
     policy.written(&out.write[0], 0, UNIT, true);
     policy.make_room(UNIT, 0, &mut out);
     assert_eq!(out.evict.len(), 1, "no page could be written");
+}
+
+#[test]
+fn read_that_was_announced_is_no_second_use() {
+    for (reads, evicted) in [(0, 1), (1, 1), (2, 2)] {
+        let mut policy = TestPolicy::new(options(2, WritePolicy::Through));
+        for number in [1, 2] {
+            assert!(policy.loaded(page(number), true, 0, &mut PolicyActions::default()));
+        }
+        policy.announce_read(&id(1, 1));
+        (0..reads).for_each(|_| _ = hit(&mut policy, 1));
+        assert_eq!(put(&mut policy, page(3)).evict, [(id(1, evicted), EvictionReason::Capacity)], "{reads} reads");
+    }
 }
 
 #[test]
@@ -470,6 +494,19 @@ fn hot_hit_rate(mut request: impl FnMut(PageInfo) -> bool, rounds: u32, skip: u3
     f64::from(hits) / f64::from(requested)
 }
 
+/// Requests a page, and puts it after a miss. Returns the writes of the put, or `None` for a hit.
+fn request(policy: &mut TestPolicy, page: PageInfo, now_ms: u64) -> Option<Vec<PageId>> {
+    let mut out = PolicyActions::default();
+    let hash = policy.hash(&page.id);
+    if policy.hit(hash, 1, now_ms, &mut out) {
+        return None;
+    }
+    assert!(policy.reserve(page.bytes));
+    assert_eq!(policy.put(page, page.bytes, now_ms, &mut out), PutOutcome::Stored);
+    out.write.iter().for_each(|id| policy.written(id, 1, UNIT, true));
+    Some(out.write)
+}
+
 #[test]
 fn l3_takes_the_pages_that_l2_refuses() {
     // Fewer than the returning pages, so that none of them makes room for a one-off page.
@@ -478,16 +515,12 @@ fn l3_takes_the_pages_that_l2_refuses() {
     let mut past_l2 = 0;
     let request = |page: PageInfo| {
         now_ms += 10;
-        let mut out = PolicyActions::default();
-        let found = policy.hit(policy.hash(&page.id), 1, now_ms, &mut out);
-        if !found {
-            assert!(policy.reserve(page.bytes));
-            assert_eq!(policy.put(page, page.bytes, now_ms, &mut out), PutOutcome::Stored);
-            assert_eq!(out.write, [page.id]);
-            policy.written(&page.id, 1, UNIT, true);
+        let written = request(&mut policy, page, now_ms);
+        if let Some(written) = &written {
+            assert_eq!(*written, [page.id]);
             past_l2 += u64::from(policy.generation(&page.id).is_none());
         }
-        found
+        written.is_none()
     };
     hot_hit_rate(request, 3000, 1500);
     assert!(past_l2 > 1000, "{past_l2}");
@@ -495,27 +528,43 @@ fn l3_takes_the_pages_that_l2_refuses() {
 }
 
 #[test]
-fn one_off_pages_do_not_evict_returning_pages() {
-    let mut policy = TestPolicy::new(options(400, WritePolicy::Through));
+fn l2_refuses_pages_of_low_value_that_a_get_reads_from_l3_and_none_of_a_lease() {
+    let mut policy = TestPolicy::new(options(100, WritePolicy::Through));
     let mut now_ms = 0;
+    let mut past_l2 = 0;
     let request = |page: PageInfo| {
         now_ms += 10;
         let mut out = PolicyActions::default();
         let found = policy.hit(policy.hash(&page.id), 1, now_ms, &mut out);
         if !found {
-            assert!(policy.reserve(page.bytes));
-            // L3 takes the pages that L2 refuses.
-            assert_eq!(policy.put(page, page.bytes, now_ms, &mut out), PutOutcome::Stored);
-            out.write.iter().for_each(|id| policy.written(id, 1, UNIT, true));
+            past_l2 += u64::from(!policy.loaded(page, true, now_ms, &mut out));
+            assert!(out.write.is_empty(), "L3 has the page");
         }
         found
     };
-    let learnt = hot_hit_rate(request, 3000, 1500);
+    hot_hit_rate(request, 3000, 1500);
+    assert!(past_l2 > 1000, "{past_l2}");
+    assert_eq!(policy.eviction().counters().refused, past_l2);
+    for number in 0..200 {
+        assert!(policy.loaded(page(5_000_000 + number), false, now_ms, &mut PolicyActions::default()));
+    }
+}
+
+#[test]
+fn one_off_pages_do_not_evict_returning_pages() {
+    let mut policy = TestPolicy::new(options(400, WritePolicy::Through));
+    let mut now_ms = 0;
+    // L3 takes the pages that L2 refuses.
+    let with_l3 = |page: PageInfo| {
+        now_ms += 10;
+        request(&mut policy, page, now_ms).is_none()
+    };
+    let learnt = hot_hit_rate(with_l3, 3000, 1500);
     assert!(learnt >= 0.9, "{learnt}");
 
     // Without an L3 no tier would keep a refused page.
     let mut alone = TestPolicy::new(PolicyOptions { has_l3: false, ..options(400, WritePolicy::Through) });
-    let request = |page: PageInfo| {
+    let without_l3 = |page: PageInfo| {
         now_ms += 10;
         let mut out = PolicyActions::default();
         let found = alone.hit(alone.hash(&page.id), 1, now_ms, &mut out);
@@ -526,7 +575,7 @@ fn one_off_pages_do_not_evict_returning_pages() {
         }
         found
     };
-    assert!(hot_hit_rate(request, 3000, 1500) >= 0.9);
+    assert!(hot_hit_rate(without_l3, 3000, 1500) >= 0.9);
 
     // LRU fails on the same traffic, which proves that the traffic is hard.
     let mut lru = Evictor::new(400 * u64::from(UNIT), Lru::default());

@@ -14,6 +14,7 @@
 
 use crate::places::Peer;
 use larder_format::{NamespaceId, PageId, PageKey};
+use larder_runtime::AgeOrder;
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -49,9 +50,7 @@ struct PeerUse {
 pub(super) struct Table {
     owner: Peer,
     /// Latest forget by the hash of a key.
-    forgets: BTreeMap<u64, u64>,
-    /// The same, the oldest first.
-    by_age: BTreeSet<(u64, u64)>,
+    forgets: AgeOrder<u64, u64>,
     /// Copies below this generation count as forgotten: entries were dropped.
     dropped_below: u64,
     last: u64,
@@ -59,8 +58,7 @@ pub(super) struct Table {
 
 impl Table {
     fn remove_oldest(&mut self) -> bool {
-        let Some((forget, key)) = self.by_age.pop_first() else { return false };
-        self.forgets.remove(&key);
+        let Some((forget, _)) = self.forgets.pop_oldest() else { return false };
         self.dropped_below = forget;
         true
     }
@@ -91,14 +89,9 @@ impl Forgets {
         };
         let table = self.tables.get_mut(&id.namespace)?;
         table.last = next;
-        table.by_age.insert((next, key));
-        match table.forgets.insert(key, next) {
-            Some(before) if before != next => drop(table.by_age.remove(&(before, key))),
-            Some(_) => {}
-            None => {
-                let (owner, size) = (table.owner, table.forgets.len());
-                self.resize(owner, id.namespace, (size - 1, size));
-            }
+        if table.forgets.set(key, next).is_none() {
+            let (owner, size) = (table.owner, table.forgets.len());
+            self.resize(owner, id.namespace, (size - 1, size));
         }
         if self.entries > ENTRIES_MAX {
             self.drop_entry();
@@ -111,8 +104,14 @@ impl Forgets {
         // Also with a table: an earlier one of the namespace may have been dropped.
         let is_dropped = self.dropped[self.slot_of(&id.namespace)] > generation;
         let Some(table) = self.tables.get(&id.namespace) else { return is_dropped };
-        let forget = table.forgets.get(&self.hash_of_key(&id.key)).copied().unwrap_or(0);
+        let forget = table.forgets.time_of(&self.hash_of_key(&id.key)).unwrap_or(0);
         is_dropped || forget.max(table.dropped_below) > generation
+    }
+
+    /// Returns `true` if the table of the namespace has a forget of the page.
+    pub(super) fn has(&self, id: &PageId) -> bool {
+        let table = self.tables.get(&id.namespace);
+        table.is_some_and(|table| table.forgets.time_of(&self.hash_of_key(&id.key)).is_some())
     }
 
     fn add_table(&mut self, peer: Peer, namespace: NamespaceId) -> Option<Table> {
@@ -123,7 +122,7 @@ impl Forgets {
             false => None,
         };
         let retired = loser.and_then(|loser| self.take_table_of(loser));
-        let table = Table { owner: peer, forgets: BTreeMap::new(), by_age: BTreeSet::new(), dropped_below: 0, last: 0 };
+        let table = Table { owner: peer, forgets: AgeOrder::default(), dropped_below: 0, last: 0 };
         self.tables.insert(namespace, table);
         self.peers.entry(peer).or_default().tables += 1;
         retired
@@ -220,7 +219,6 @@ mod tests {
         let by_entries = forgets.peers.iter().map(|(peer, used)| (used.entries, *peer));
         assert_eq!(forgets.by_entries, by_entries.filter(|&(entries, _)| entries > 0).collect());
         assert_eq!(forgets.peers.values().map(|used| used.entries).sum::<usize>(), forgets.entries);
-        assert!(forgets.tables.values().all(|table| table.forgets.len() == table.by_age.len()));
     }
 
     fn peer(number: u8) -> Peer {

@@ -58,6 +58,11 @@ impl Generations {
         ids.iter().filter_map(|id| self.forgets.record(peer, id, self.next)).collect()
     }
 
+    /// Returns `true` if a forget of the page is recorded.
+    pub(super) fn has_forgotten(&self, id: &PageId) -> bool {
+        self.forgets.has(id)
+    }
+
     /// Returns `true` unless the node can prove that the page was not forgotten after `generation`.
     pub(super) fn is_forgotten_since(&self, id: &PageId, generation: u64) -> bool {
         // The node has not given these numbers, so they prove nothing.

@@ -5,11 +5,13 @@
 
 use crate::rdma::WriteGrant;
 use crate::tiers::PutReservation;
+use crate::token_ids::TokenIds;
 use larder_format::{PageId, PageMeta, chunk_crcs};
 use larder_memory::{Slot, SlotMut, SlotPart, SlotPartMut};
 use larder_runtime::sync::Mutex;
 use larder_runtime::{OrderedWatch, fail_point, now, race_point};
 use larder_wire::Reserved;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// State of one part. The state that holds the memory owns it.
@@ -44,7 +46,9 @@ pub enum Progress {
 /// call that takes `reservation` ends it.
 pub struct Put {
     pub id: PageId,
+    /// Without its token ids.
     page: Reserved,
+    token_ids: Option<Arc<TokenIds>>,
     generation: u64,
     parts: Mutex<Vec<PartState>>,
     progress: OrderedWatch<Progress>,
@@ -63,6 +67,7 @@ impl Put {
     pub(super) fn new(
         id: PageId,
         page: Reserved,
+        token_ids: Option<Arc<TokenIds>>,
         generation: u64,
         memory: SlotMut,
         reservation: PutReservation,
@@ -74,6 +79,7 @@ impl Put {
         Put {
             id,
             page,
+            token_ids,
             generation,
             parts: Mutex::new(parts),
             progress: OrderedWatch::new(Progress::Open(0)),
@@ -87,6 +93,10 @@ impl Put {
 
     pub(super) fn writer(&self) -> Option<u64> {
         self.writer
+    }
+
+    pub(super) fn token_ids(&self) -> Option<Arc<TokenIds>> {
+        self.token_ids.clone()
     }
 
     /// Waits until the put is sealed or aborted.
@@ -308,6 +318,15 @@ impl Put {
         self.progress.update(|progress| *progress = end);
     }
 
+    /// Time at which bytes last arrived, or at which the put was reserved.
+    pub(super) fn last_activity(&self) -> Instant {
+        *self.last_activity.lock()
+    }
+
+    pub(super) fn reserved_at(&self) -> Instant {
+        self.reserved_at
+    }
+
     pub(super) fn is_idle(&self, now: Instant, timeout: Duration) -> bool {
         now.saturating_duration_since(*self.last_activity.lock()) > timeout
     }
@@ -317,7 +336,8 @@ impl Put {
         now.saturating_duration_since(self.reserved_at) > time
     }
 
-    /// Returns the page's facts and payload, or `None` if a part has not landed.
+    /// Returns the page's facts without its token ids, and its payload. `None` if a part has not
+    /// landed.
     pub(super) fn seal(&self, now_unix_ms: u64) -> Option<(PageMeta, Slot)> {
         let mut pieces = Vec::with_capacity(self.part_count());
         let mut page_crcs = Vec::new();
@@ -346,6 +366,7 @@ impl Put {
             },
             part_bytes: self.page.part_bytes.clone(),
             chunk_crcs: page_crcs,
+            token_ids: Vec::new(),
         };
         Some((meta, Slot::join(&pieces)?))
     }

@@ -28,7 +28,7 @@ const COUNTED_PER_TURN: usize = 256;
 
 impl Database<'_> {
     /// Returns about `count` keys behind a cursor that match `pattern`, and the next cursor: 0 at
-    /// the end.
+    /// the end. A retired namespace has no keys.
     pub(super) async fn scan(
         &self,
         cursor: u64,
@@ -36,6 +36,9 @@ impl Database<'_> {
         count: usize,
         deadline: Instant,
     ) -> (u64, Vec<Vec<u8>>) {
+        if self.tiers().is_retired(&self.namespaces.manifests) {
+            return (0, Vec::new());
+        }
         let (next, mut keys) = match cursor & ON_L3 {
             0 => self.scan_l2(cursor, count),
             _ => self.scan_l3(cursor, count, deadline).await,
@@ -104,6 +107,9 @@ impl Database<'_> {
     /// count. While keys are set, some may be missed or counted twice. At the deadline the walk
     /// over L2 ends, and the keys beyond it are missing.
     pub(super) async fn size(&self, deadline: Instant) -> usize {
+        if self.tiers().is_retired(&self.namespaces.manifests) {
+            return 0;
+        }
         let on_l3 = || self.tiers().devices().pages_of(&self.namespaces.manifests);
         let mut count = 0;
         for _ in 0..COUNTS_MAX {

@@ -11,13 +11,14 @@ use crate::page::Page;
 use crate::places::Peer;
 use crate::puts::Put;
 use crate::tiers::{PageLocation, Tiers, TiersError};
-use larder_format::{PageId, PageKey, chunk_crcs};
+use larder_format::{PageId, chunk_crcs};
 use larder_redis::{Condition, Expiry, SetOptions};
 use larder_runtime::now;
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::task::coop::consume_budget;
 
 /// Pause between two tries to reserve a page, at most. Room comes back with each put that ends.
 const RESERVE_PAUSE_MAX: Duration = Duration::from_millis(20);
@@ -31,6 +32,8 @@ pub(super) enum Failure {
     NoRoom,
     #[error("BUSY other commands with the key took too long; try again later")]
     Contended,
+    #[error("ERR an operator has retired the namespace of this database; it takes no values until the rollback")]
+    Retired,
     #[error("ERR the change is not durable, and the key may have its old value or none: {0}")]
     NotDurable(#[from] TiersError),
 }
@@ -96,6 +99,8 @@ impl<'a> Database<'a> {
 
     /// Finds the manifest of a key. `None` is a miss. Counts a hit or a miss.
     pub(super) async fn find(&self, key: &[u8], deadline: Instant) -> Option<Found> {
+        // A command has up to 16,384 keys, and a key in DRAM needs no wait.
+        consume_budget().await;
         let id = self.manifest_id(key);
         let swaps = &self.server.swaps;
         loop {
@@ -142,6 +147,10 @@ impl<'a> Database<'a> {
         options: &SetOptions,
         deadline: Instant,
     ) -> Result<SetOutcome, Failure> {
+        // Before the old value is forgotten: a rollback brings it back.
+        if [self.namespaces.manifests, self.namespaces.data].iter().any(|id| self.tiers().is_retired(id)) {
+            return Err(Failure::Retired);
+        }
         let old = self.find(key, deadline).await;
         if old.is_none() && now() >= deadline {
             // Perhaps there is one that a device did not return in time.
@@ -262,11 +271,11 @@ impl<'a> Database<'a> {
     }
 
     /// Returns `true` if there is a manifest of that id, or may be one that no reader finds now: a
-    /// damaged one, one on a quarantined device, or one that recovery has yet to read. It could
-    /// come back later.
+    /// damaged one, one of a retired namespace, one on a quarantined device, or one that recovery
+    /// has yet to read. It could come back later.
     fn may_exist(&self, id: &PageId) -> bool {
         let devices = self.tiers().devices();
-        self.tiers().locate(id) != TierCode::Absent || devices.has(id) || devices.is_recovering()
+        self.tiers().find(id).tier() != TierCode::Absent || devices.has(id) || devices.is_recovering()
     }
 
     fn has_all(&self, ids: &[PageId]) -> bool {
@@ -283,7 +292,11 @@ impl<'a> Database<'a> {
     /// Removes keys, durably. Returns how many had a value.
     pub(super) async fn remove(&self, keys: &[Vec<u8>], deadline: Instant) -> Result<usize, Failure> {
         // In the order of their ids, so that two removals cannot wait for each other.
-        let named: BTreeSet<(PageId, &[u8])> = keys.iter().map(|key| (self.manifest_id(key), &key[..])).collect();
+        let mut named: BTreeSet<(PageId, &[u8])> = BTreeSet::new();
+        for key in keys {
+            consume_budget().await;
+            named.insert((self.manifest_id(key), &key[..]));
+        }
         let mut writers = Vec::new();
         let mut ids = Vec::new();
         let mut removed = 0;
@@ -348,8 +361,7 @@ impl<'a> Database<'a> {
         deadline: Instant,
     ) -> Result<OpenPut, Failure> {
         let part = u32::try_from(bytes).expect("no page is larger than 16 MiB");
-        let page =
-            Reserved { key: id.key, parent: PageKey::NONE, position, ttl_ms, part_bytes: vec![part], copy_of: None };
+        let page = Reserved { position, ttl_ms, ..Reserved::first(id.key, vec![part]) };
         let deadline = deadline.min(now() + RESERVE_TIMEOUT);
         loop {
             match self.server.node.store.reserve_for(self.account, id, &page, true) {
@@ -363,6 +375,7 @@ impl<'a> Database<'a> {
                     }
                     tokio::time::sleep(pause).await;
                 }
+                Err(ReserveOutcome::Retired) => return Err(Failure::Retired),
                 // The one writer of the key has forgotten the page, and value ids are random.
                 Err(_) => return Err(Failure::Contended),
             }

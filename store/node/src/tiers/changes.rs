@@ -38,15 +38,21 @@ impl ChangeCounters {
     }
 
     fn counter(&self, id: &PageId) -> &AtomicU64 {
-        // Every word counts: foreign engines bring keys that share a prefix. The multiplier is that
-        // of FxHash; its high bits are the well mixed ones.
-        let words = id.key.0.chunks_exact(8).chain(id.namespace.0.chunks_exact(8));
-        let hash = words.fold(0u64, |hash, word| {
-            let word = word.iter().fold(0u64, |number, &byte| number << 8 | u64::from(byte));
-            (hash.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95)
-        });
-        &self.0[(hash >> 52) as usize % COUNTERS]
+        &self.0[spread(id) % COUNTERS]
     }
+}
+
+/// A number below 4096 that spreads pages over tables without a seed. Clients can choose keys with
+/// equal numbers, which costs them speed.
+pub(super) fn spread(id: &PageId) -> usize {
+    // Every word counts: foreign engines bring keys that share a prefix. The multiplier is that of
+    // FxHash; its high bits are the well mixed ones.
+    let words = id.key.0.chunks_exact(8).chain(id.namespace.0.chunks_exact(8));
+    let hash = words.fold(0u64, |hash, word| {
+        let word = word.iter().fold(0u64, |number, &byte| number << 8 | u64::from(byte));
+        (hash.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95)
+    });
+    (hash >> 52) as usize
 }
 
 #[cfg(test)]

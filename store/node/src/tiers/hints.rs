@@ -1,16 +1,30 @@
-//! Hints of clients, applied in batches: no request keeps the policy's lock for long.
+//! Hints of clients and questions for pins, in batches: none keeps the policy's lock for long.
 
 use super::Tiers;
 use crate::policy::PageHint;
 use larder_format::PageId;
 use larder_runtime::now;
-use larder_wire::Hint;
+use larder_wire::{Hint, PagePin};
 use std::time::Instant;
 
-/// Pages of a hint that are handled under one lock, at about a microsecond each.
+/// Pages of a request that are handled under one lock, at about a microsecond each.
 const BATCH_PAGES: usize = 64;
 
 impl Tiers {
+    /// Returns the pin of each page, if it has one.
+    pub(crate) async fn pins(&self, ids: &[PageId]) -> Vec<Option<PagePin>> {
+        let now_ms = self.clock.now_unix_ms();
+        let mut pins = Vec::with_capacity(ids.len());
+        for batch in ids.chunks(BATCH_PAGES) {
+            {
+                let state = self.state.lock();
+                pins.extend(batch.iter().map(|id| state.policy.pin_of(id, now_ms)));
+            }
+            tokio::task::yield_now().await;
+        }
+        pins
+    }
+
     /// Takes a hint for pages of one sequence, a batch at a time, until `deadline`. Returns how
     /// many are in L2.
     pub(crate) async fn hint(

@@ -6,54 +6,85 @@ use super::touches::{Recorded, Touch};
 use super::{Tiers, TiersState};
 use crate::page::Page;
 use crate::policy::PolicyActions;
+use larder_evict::Outlook;
 use larder_format::PageId;
 use larder_runtime::sync::MutexGuard;
 use std::sync::Arc;
 
-/// Pages that L3 learns of in one second, at most. Each was hit 16 times since it was last told.
+/// Pages that L3 learns of in one second, at most. Each was hit 16 times since it was last told, or
+/// left L2 after hits.
 const L3_TOUCHES_MAX: usize = 4096;
+
+/// Records of a read from DRAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ReadRecord {
+    HitAndTouch,
+    /// The policy has learnt of the read before: see [`Tiers::touch_all_l2`].
+    Hit,
+}
+
 impl Tiers {
-    /// Counts hits of pages in DRAM.
+    /// Counts hits of pages in DRAM, and tells the policy of them.
     pub(super) fn record_hits<'a>(&self, pages: impl Iterator<Item = &'a Page>) {
         let hits = self.record_touches(pages);
         self.metrics.pages_hit_l2.inc_by(hits);
+    }
+
+    /// Records reads of pages in DRAM.
+    pub(super) fn record_reads<'a>(&self, pages: impl Iterator<Item = &'a Page>, record: ReadRecord) {
+        match record {
+            ReadRecord::HitAndTouch => self.record_hits(pages),
+            ReadRecord::Hit => {
+                self.metrics.pages_hit_l2.inc_by(pages.count() as u64);
+            }
+        }
+    }
+
+    /// Tells the policy of reads of those of `ids` that are in DRAM, before they are sent.
+    pub(crate) fn touch_all_l2<'a>(&self, ids: impl Iterator<Item = &'a PageId>) {
+        let found: Vec<Arc<Page>> = ids.filter_map(|id| self.get_l2(id)).collect();
+        self.record_touches(found.iter().map(|page| &**page));
     }
 
     /// Tells the policy of reads of pages in DRAM. Returns their number.
     pub(super) fn record_touches<'a>(&self, pages: impl Iterator<Item = &'a Page>) -> u64 {
         let mut reads = 0;
         let mut dropped = 0;
-        let mut is_due = self.hits_write;
+        // Reads since touches were last applied: they pay for a part of the queue.
+        let mut unapplied = 0;
         for page in pages {
             reads += 1;
+            unapplied += 1;
             let touch = Touch { hash: self.l2.hash(&page.id()), generation: page.generation() };
-            match self.touches.record(touch) {
-                Recorded::Queued => {}
-                Recorded::Due => is_due = true,
-                Recorded::Dropped => {
-                    is_due = true;
-                    dropped += 1;
-                }
+            let recorded = self.touches.record(touch);
+            dropped += u64::from(recorded == Recorded::Dropped);
+            // A batch can have more pages than a queue has room.
+            if recorded != Recorded::Queued && self.apply_some(unapplied) {
+                unapplied = 0;
             }
         }
         if dropped > 0 {
             self.metrics.touches_dropped_l2.inc_by(dropped);
         }
-        // Without a wait. If another thread has the lock, touches stay queued for the next one.
-        if reads > 0
-            && is_due
-            && let Some(mut state) = self.state.try_lock()
-        {
-            let mut actions = PolicyActions::default();
-            if self.hits_write {
-                self.touches.take_all(&mut state.touches);
-            } else {
-                self.touches.take_some(&mut state.touches);
-            }
-            self.apply_touches(&mut state, &mut actions);
-            self.apply(state, actions, None);
+        if self.hits_write && unapplied > 0 {
+            self.apply_some(unapplied);
         }
         reads
+    }
+
+    /// Applies queued touches on behalf of so many reads, or all of them if hits write pages to L3.
+    /// Never waits: returns `false` if another thread has the lock. Touches then stay queued.
+    fn apply_some(&self, reads: usize) -> bool {
+        let Some(mut state) = self.state.try_lock() else { return false };
+        let mut actions = PolicyActions::default();
+        if self.hits_write {
+            self.touches.take_all(&mut state.touches);
+        } else {
+            self.touches.take_some(reads, &mut state.touches);
+        }
+        self.apply_touches(&mut state, &mut actions);
+        self.apply(state, actions, None);
+        true
     }
 
     /// Takes the `state` lock and applies all queued touches, so that the next decision knows the
@@ -73,27 +104,27 @@ impl Tiers {
         }
     }
 
-    /// Queues pages whose hits L3 is to learn of. Beyond [`L3_TOUCHES_MAX`] they are left out: they
-    /// are told again after 16 more hits.
-    pub(super) fn queue_l3_touches(&self, ids: Vec<PageId>) {
-        if ids.is_empty() {
+    /// Queues pages whose hits L3 is to learn of. Beyond [`L3_TOUCHES_MAX`] they are left out: L3
+    /// retains pages by a sample of their uses then.
+    pub(super) fn queue_l3_touches(&self, pages: Vec<(PageId, Outlook)>) {
+        if pages.is_empty() {
             return;
         }
         let mut queued = self.l3_touches.lock();
         let room = L3_TOUCHES_MAX - queued.len();
-        queued.extend(ids.into_iter().take(room));
+        queued.extend(pages.into_iter().take(room));
     }
 
     pub(super) fn send_l3_touches(&self) {
-        let ids = std::mem::take(&mut *self.l3_touches.lock());
-        self.devices.touch(&ids);
+        let pages = std::mem::take(&mut *self.l3_touches.lock());
+        self.devices.rank(&pages);
     }
 
-    /// Returns those of `ids` that are in DRAM. Counts a hit for each. The reader at the far end
-    /// verifies the bytes.
-    pub fn get_all_l2(&self, ids: &[PageId]) -> Vec<Option<Arc<Page>>> {
+    /// Returns those of `ids` that are in DRAM, and records a read of each. The reader at the far
+    /// end verifies the bytes.
+    pub(crate) fn get_all_l2(&self, ids: &[PageId], record: ReadRecord) -> Vec<Option<Arc<Page>>> {
         let found: Vec<_> = ids.iter().map(|id| self.get_l2(id)).collect();
-        self.record_hits(found.iter().flatten().map(|page| &**page));
+        self.record_reads(found.iter().flatten().map(|page| &**page), record);
         found
     }
 }
@@ -101,49 +132,36 @@ impl Tiers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::devices::Devices;
-    use crate::options::NodeOptions;
     use crate::store::Store;
+    use crate::test_support;
     use futures::FutureExt;
-    use larder_format::{NamespaceId, PageKey, chunk_crcs};
-    use larder_memory::Arena;
+    use larder_format::{NamespaceId, PageKey};
     use larder_runtime::{Clock, now};
-    use larder_wire::{CommitOutcome, Reserved};
 
     const PAGES: u32 = 16;
-    const PAGE: usize = 64 << 10;
+    /// Bytes of a page. [`PAGES`] of them fill L2.
+    const PAGE: usize = (1 << 20) / PAGES as usize;
 
     fn id(number: u32) -> PageId {
         PageId { namespace: NamespaceId([1; 32]), key: PageKey::chain(None, &[number]) }
     }
 
     fn put(store: &Store, number: u32) {
-        let key = id(number).key;
-        let page = Reserved {
-            key,
-            parent: PageKey::NONE,
-            position: 0,
-            ttl_ms: 0,
-            part_bytes: vec![PAGE as u32],
-            copy_of: None,
-        };
-        let put = store.reserve(id(number), page).ok().unwrap();
-        let part = put.take_part(0, PAGE).unwrap();
-        let crcs = chunk_crcs(&part).collect();
-        assert!(put.land(0, part, crcs) && store.puts().commit(&put) == CommitOutcome::Stored);
+        test_support::put(store, id(number), &[0; PAGE]);
     }
 
     fn full_store() -> Store {
-        let l2_bytes = u64::from(PAGES) * PAGE as u64;
-        let options = NodeOptions { l2_bytes, in_flight_bytes: Some(1 << 20), seed: Some(1), ..NodeOptions::default() };
-        let arena = Arena::new(options.arena_bytes() as usize).unwrap();
-        let store = Store::new(&options, arena, Devices::of(Vec::new()).unwrap(), Clock::at(0), 1);
+        let store = test_support::store(Clock::at(0));
         (0..PAGES).for_each(|number| put(&store, number));
         store
     }
 
     fn get(store: &Store, number: u32) -> bool {
         store.tiers().get(&id(number), now()).now_or_never().expect("a hit does not wait").is_some()
+    }
+
+    fn missing(store: &Store) -> Vec<u32> {
+        (0..PAGES).filter(|&number| store.tiers().get_l2(&id(number)).is_none()).collect()
     }
 
     #[tokio::test]
@@ -157,11 +175,19 @@ mod tests {
         }
         let page = tiers.get_l2(&id(3)).unwrap();
         assert!(tiers.hold(&page).is_some());
-        assert!(tiers.hold_all_l2(&[id(4)], |_, _| true)[0].is_some());
+        assert!(tiers.hold_all_l2(&[id(4)], |_, _| true, ReadRecord::HitAndTouch)[0].is_some());
         drop(state);
         assert_eq!(tiers.metrics.pages_hit_l2.get(), 101);
         let dropped = tiers.metrics.touches_dropped_l2.get();
         assert!(dropped > 0 && dropped < 100, "{dropped} of a bounded queue");
+    }
+
+    #[tokio::test]
+    async fn hits_of_a_batch_are_all_told_to_the_policy() {
+        let store = full_store();
+        let ids: Vec<PageId> = (0..200).map(|number| id(number % PAGES)).collect();
+        assert!(store.tiers().get_all_l2(&ids, ReadRecord::HitAndTouch).iter().all(Option::is_some));
+        assert_eq!(store.tiers().metrics.touches_dropped_l2.get(), 0);
     }
 
     #[tokio::test]
@@ -172,7 +198,21 @@ mod tests {
             assert!(get(&store, number));
         }
         put(&store, 99);
-        let missing: Vec<u32> = (0..PAGES).filter(|&number| store.tiers().get_l2(&id(number)).is_none()).collect();
-        assert_eq!(missing, [7]);
+        assert_eq!(missing(&store), [7]);
+    }
+
+    #[tokio::test]
+    async fn policy_learns_once_of_pages_that_are_sent_later() {
+        let store = full_store();
+        let ids: Vec<PageId> = (0..PAGES).filter(|&number| number != 7).map(id).collect();
+        store.tiers().touch_all_l2(ids.iter());
+        put(&store, 99);
+        assert_eq!(missing(&store), [7]);
+        assert_eq!(store.tiers().metrics.pages_hit_l2.get(), 0);
+        // Page 0 is the oldest now. The read itself does not change that.
+        assert!(store.tiers().get_all_l2(&ids[..1], ReadRecord::Hit)[0].is_some());
+        assert_eq!(store.tiers().metrics.pages_hit_l2.get(), 1);
+        put(&store, 100);
+        assert_eq!(missing(&store), [0, 7]);
     }
 }

@@ -12,7 +12,7 @@
 //! it sees the change of step 2, unless it read the stamp after step 2. In that case it looked for
 //! the put after step 1, and did not find it.
 
-use super::Tiers;
+use super::{ReadRecord, Tiers};
 use crate::holds::{Hold, HoldOutcome};
 use crate::page::Page;
 use larder_format::PageId;
@@ -57,11 +57,16 @@ impl Tiers {
     }
 
     /// Holds those of `ids` that are in DRAM and for which `wanted` (index in `ids`, page) returns
-    /// `true`. Counts a hit for each.
-    pub(crate) fn hold_all_l2(&self, ids: &[PageId], wanted: impl Fn(usize, &Page) -> bool) -> Vec<Option<Hold>> {
+    /// `true`. Records a read of each.
+    pub(crate) fn hold_all_l2(
+        &self,
+        ids: &[PageId],
+        wanted: impl Fn(usize, &Page) -> bool,
+        record: ReadRecord,
+    ) -> Vec<Option<Hold>> {
         let hold = |(index, id)| self.hold(&self.get_l2(id).filter(|page| wanted(index, page))?);
         let holds: Vec<Option<Hold>> = ids.iter().enumerate().map(hold).collect();
-        self.record_hits(holds.iter().flatten().map(|hold| &**hold.page()));
+        self.record_reads(holds.iter().flatten().map(|hold| &**hold.page()), record);
         holds
     }
 }

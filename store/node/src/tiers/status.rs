@@ -1,8 +1,9 @@
 //! Status of the tiers, for operators and scripts.
 
 use super::Tiers;
+use crate::departures::Reason;
 use larder_evict::{EvictionOrder, HitDensity};
-use larder_format::NamespaceId;
+use larder_format::{NamespaceId, PageId};
 use serde_json::json;
 
 /// Cap on the namespaces in the status, and on the samples with their names in the metrics. A node
@@ -58,6 +59,16 @@ impl Tiers {
         })
     }
 
+    /// Latest departure of a page from DRAM or from L3, with its time in milliseconds since 1970.
+    /// `None` if no record of one is left.
+    pub(crate) fn departure(&self, id: &PageId) -> Option<(Reason, u64)> {
+        let expiry = self.l2.get(id).map(|page| page.expires_unix_ms()).filter(|&expiry| !self.is_live(expiry));
+        let expired = expiry.map(|at_unix_ms| (Reason::Expired, at_unix_ms));
+        let in_dram = expired.or_else(|| self.departures.find(self.l2.hash(id)));
+        let on_l3 = self.devices.departed_unix_ms(id).map(|at_unix_ms| (Reason::Evicted, at_unix_ms));
+        in_dram.into_iter().chain(on_l3).max_by_key(|(_, at_unix_ms)| *at_unix_ms)
+    }
+
     pub(crate) fn namespace_bytes(&self) -> Vec<(NamespaceId, u64)> {
         let uses = self.state.lock().policy.namespaces(STATUS_NAMESPACES_MAX);
         uses.into_iter().map(|used| (used.namespace, used.bytes)).collect()
@@ -74,7 +85,7 @@ fn eviction(policy: &HitDensity) -> serde_json::Value {
         EvictionOrder::LruSuffices => ("lru", "LRU answers nearly all pages that return"),
         EvictionOrder::Learnt { refuses: false } => ("hit-density", "LRU would miss pages that return"),
         EvictionOrder::Learnt { refuses: true } => {
-            ("hit-density", "LRU would miss many pages that return, so puts of low value are refused")
+            ("hit-density", "LRU would miss many pages that return, so pages of low value are refused")
         }
     };
     json!({

@@ -1,5 +1,7 @@
 //! Models of L2 over L3, of puts and of holds.
 
+use super::load::LoadFor;
+use super::turns::TurnBefore;
 use super::{PageLocation, StampedLocation, Tiers};
 use crate::budget::LosingWriter;
 use crate::holds::Holds;
@@ -235,7 +237,7 @@ fn load_beside_forget(arena: &Arc<Arena>) {
     let (store, found) = store_with_page_on_l3(arena);
     let reader = thread::spawn({
         let store = store.clone();
-        move || block_on(store.tiers().read_into_l2(id(1), found))
+        move || block_on(store.tiers().read_into_l2(id(1), found, LoadFor::L2, TurnBefore::none()))
     });
     block_on(store.forget(&[id(1)], soon())).unwrap();
     reader.join().unwrap();
@@ -247,7 +249,7 @@ fn load_beside_put(arena: &Arc<Arena>) {
     let (store, found) = store_with_page_on_l3(arena);
     let reader = thread::spawn({
         let store = store.clone();
-        move || block_on(store.tiers().read_into_l2(id(1), found))
+        move || block_on(store.tiers().read_into_l2(id(1), found, LoadFor::L2, TurnBefore::none()))
     });
     block_on(store.forget(&[id(1)], soon())).unwrap();
     put(&store, 1, 9);

@@ -7,7 +7,8 @@
 //! Invariants:
 //! - A queue has at most [`QUEUE_TOUCHES`] entries. A touch beyond them is dropped and counted: the
 //!   order of eviction is then based on a sample.
-//! - A hit applies at most [`TOUCHES_PER_HIT`] touches. So no hit pays for many others.
+//! - A hit applies at most [`TOUCHES_PER_HIT`] touches, and a batch of hits as many for each. So no
+//!   hit pays for many others, and only a lock that is taken makes touches pile up.
 //! - Touches name pages without keeping their memory.
 //! - The touches of one thread are applied in their order. With one thread, as in a simulation,
 //!   that is the order of all hits.
@@ -83,9 +84,9 @@ impl TouchQueues {
         self.0.iter().for_each(|queue| queue.take(QUEUE_TOUCHES, into));
     }
 
-    /// Moves the oldest touches of the calling thread's queue to `into`.
-    pub(super) fn take_some(&self, into: &mut Vec<Touch>) {
-        self.0[queue_of_thread()].take(TOUCHES_PER_HIT, into);
+    /// Moves the oldest touches of the calling thread's queue to `into`, on behalf of so many hits.
+    pub(super) fn take_some(&self, hits: usize, into: &mut Vec<Touch>) {
+        self.0[queue_of_thread()].take(hits.saturating_mul(TOUCHES_PER_HIT), into);
     }
 }
 
@@ -119,7 +120,7 @@ mod tests {
         let count = |outcome| recorded.iter().filter(|&&one| one == outcome).count();
         assert_eq!((count(Recorded::Queued), count(Recorded::Dropped)), (QUEUE_TOUCHES / 2 - 1, 1));
         let mut taken = Vec::new();
-        queues.take_some(&mut taken);
+        queues.take_some(1, &mut taken);
         assert_eq!(taken.len(), TOUCHES_PER_HIT);
         assert_eq!(queues.record(touch(QUEUE_TOUCHES)), Recorded::Due, "there is room again");
         queues.take_all(&mut taken);

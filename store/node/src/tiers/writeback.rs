@@ -4,10 +4,11 @@
 //! - A page stays readable here until its write ends, whether or not L2 keeps it.
 //! - A withheld page is never served from here, although its write continues.
 
+use super::changes::spread;
 use crate::page::Page;
-use larder_format::PageId;
-use larder_runtime::sync::Mutex;
+use larder_format::{NamespaceId, PageId};
 use larder_runtime::sync::atomic::{AtomicU64, Ordering};
+use larder_runtime::sync::{MODELLED, Mutex, MutexGuard};
 use larder_runtime::{OrderedWatch, fail_point, now};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -32,11 +33,11 @@ struct PendingWrite {
     withheld: bool,
 }
 
-#[derive(Default)]
-struct PendingWrites {
-    by_ticket: BTreeMap<WriteTicket, PendingWrite>,
-    serial_last: u64,
-}
+type PendingWrites = BTreeMap<WriteTicket, PendingWrite>;
+
+/// Number of shards. Each lookup that L2 cannot answer takes the lock of one, and a thread that
+/// finds it taken sleeps for longer than the lookup takes.
+const SHARDS: usize = if MODELLED { 2 } else { 64 };
 
 /// Weight of a new sample in a mean, as a divisor.
 const MEAN_WEIGHT: u64 = 8;
@@ -109,11 +110,18 @@ fn add_sample(mean: &AtomicU64, sample: u128) {
 
 /// Table of all writes to L3 that are in flight. Readers find a page here after L2 has evicted it
 /// and before L3 has it.
-#[derive(Default)]
 pub(super) struct WritebackTable {
-    /// A leaf lock: see the lock order in [`crate::tiers`].
-    pending: Mutex<PendingWrites>,
+    /// Leaf locks: see the lock order in [`crate::tiers`]. All writes of a page are in one shard.
+    shards: Box<[Mutex<PendingWrites>]>,
+    serial_last: AtomicU64,
     load: Arc<WriteLoad>,
+}
+
+impl Default for WritebackTable {
+    fn default() -> Self {
+        let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
+        WritebackTable { shards, serial_last: AtomicU64::new(0), load: Arc::default() }
+    }
 }
 
 impl WritebackTable {
@@ -121,16 +129,20 @@ impl WritebackTable {
         &self.load
     }
 
+    fn shard(&self, id: &PageId) -> MutexGuard<'_, PendingWrites> {
+        self.shards[spread(id) % SHARDS].lock()
+    }
+
     /// Enters a write. The caller must pass the ticket to [`WritebackTable::end`], whether or not
     /// the write succeeds.
     pub(super) fn begin(&self, page: &Arc<Page>) -> WriteTicket {
         let queued_bytes = self.load.record_begin(page.bytes());
-        let mut pending = self.pending.lock();
-        pending.serial_last += 1;
-        let ticket = (page.id(), page.generation(), pending.serial_last);
+        // Relaxed: a number of its own for each write, in any order.
+        let serial = self.serial_last.fetch_add(1, Ordering::Relaxed);
+        let ticket = (page.id(), page.generation(), serial);
         let write =
             PendingWrite { page: page.clone(), ended: Arc::default(), since: now(), queued_bytes, withheld: false };
-        pending.by_ticket.insert(ticket, write);
+        self.shard(&ticket.0).insert(ticket, write);
         ticket
     }
 
@@ -138,7 +150,7 @@ impl WritebackTable {
     pub(super) fn end(&self, ticket: &WriteTicket) {
         // The temporary guard is dropped before the wake-up: a woken task may take this lock at
         // once.
-        let write = self.pending.lock().by_ticket.remove(ticket);
+        let write = self.shard(&ticket.0).remove(ticket);
         if let Some(write) = write {
             let time = now().saturating_duration_since(write.since);
             self.load.record_end(write.page.bytes(), write.queued_bytes, time);
@@ -151,16 +163,16 @@ impl WritebackTable {
         if fail_point!("node.gap-before-written") {
             return None;
         }
-        let pending = self.pending.lock();
-        let mut writes = pending.by_ticket.range(tickets_of(id)).map(|(_, write)| write);
+        let pending = self.shard(id);
+        let mut writes = pending.range(tickets_of(id)).map(|(_, write)| write);
         writes.rfind(|write| !write.withheld).map(|write| write.page.clone())
     }
 
     /// Stops serving the page from here. Returns a handle for each write in flight: a tombstone may
     /// be written only after these have ended.
     pub(super) fn withhold(&self, id: &PageId) -> Vec<WriteEnded> {
-        let mut pending = self.pending.lock();
-        let writes = pending.by_ticket.range_mut(tickets_of(id)).map(|(_, write)| write);
+        let mut pending = self.shard(id);
+        let writes = pending.range_mut(tickets_of(id)).map(|(_, write)| write);
         writes
             .map(|write| {
                 write.withheld = true;
@@ -169,8 +181,14 @@ impl WritebackTable {
             .collect()
     }
 
+    /// Returns `true` if a page of the namespace is being written.
+    pub(super) fn has_pages_of(&self, namespace: &NamespaceId) -> bool {
+        self.shards.iter().any(|shard| shard.lock().keys().any(|(id, ..)| id.namespace == *namespace))
+    }
+
+    /// Number of writes in flight. Not exact while some begin and end.
     pub(super) fn len(&self) -> usize {
-        self.pending.lock().by_ticket.len()
+        self.shards.iter().map(|shard| shard.lock().len()).sum()
     }
 }
 
@@ -181,7 +199,7 @@ fn tickets_of(id: &PageId) -> std::ops::RangeInclusive<WriteTicket> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use larder_format::{NamespaceId, PageKey, PageMeta};
+    use larder_format::{PageKey, PageMeta};
     use larder_memory::Arena;
 
     const MIB: u64 = 1 << 20;

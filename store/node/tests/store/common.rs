@@ -6,6 +6,7 @@ use larder_memory::Arena;
 use larder_node::sim::{Clock, Devices, Page, Store};
 use larder_node::{L3Device, NodeOptions};
 use larder_wire::{CommitOutcome, ReserveOutcome, Reserved, TierCode};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -58,6 +59,17 @@ pub async fn with_log(options: &NodeOptions, dir: &Path) -> (Store, L3) {
     (store, logs.remove(0))
 }
 
+/// Puts pages, and opens the store again: only its log has them.
+pub async fn with_pages_on_l3(dir: &Path, numbers: Range<u32>) -> (Store, L3) {
+    let (store, _) = with_log(&options(), dir).await;
+    for number in numbers {
+        put(&store, number).await;
+    }
+    store.close(soon()).await;
+    drop(store);
+    with_log(&options(), dir).await
+}
+
 /// Temporary directory on a real file system: `/tmp` is often in memory, without direct I/O.
 pub fn directory() -> tempfile::TempDir {
     tempfile::tempdir_in("/var/tmp").unwrap()
@@ -65,14 +77,7 @@ pub fn directory() -> tempfile::TempDir {
 
 /// Reservation of a page with one part.
 pub fn reserved(number: u32) -> Reserved {
-    Reserved {
-        key: id(number).key,
-        parent: PageKey::NONE,
-        position: 0,
-        ttl_ms: 0,
-        part_bytes: vec![PAGE as u32],
-        copy_of: None,
-    }
+    Reserved::first(id(number).key, vec![PAGE as u32])
 }
 
 /// Puts a page with a time to live. Returns `Err` if the reservation is refused.

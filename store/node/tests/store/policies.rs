@@ -1,12 +1,12 @@
 //! Write policies, budgets, quotas and pins.
 
 use crate::common::*;
-use larder_format::{NamespaceId, PageKey};
+use larder_format::NamespaceId;
 use larder_log::{L3, L3Options};
 use larder_memory::Arena;
 use larder_node::sim::{Clock, Devices, Progress, Store};
 use larder_node::{L3Device, NodeOptions, WritePolicy};
-use larder_wire::{PinKind, ReserveOutcome, Reserved, TierCode};
+use larder_wire::{PinKind, ReserveOutcome, TierCode};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -72,15 +72,7 @@ async fn close_aborts_open_puts_and_flushes_with_their_budget() {
         put(&store, number).await;
     }
     // This put takes the whole budget.
-    let page = Reserved {
-        key: id(10).key,
-        parent: PageKey::NONE,
-        position: 0,
-        ttl_ms: 0,
-        part_bytes: vec![PAGE as u32],
-        copy_of: None,
-    };
-    let open = store.reserve(id(10), page).ok().unwrap();
+    let open = store.reserve(id(10), reserved(10)).ok().unwrap();
     let deadline = soon();
     store.close(deadline).await;
     assert!(Instant::now() < deadline, "it does not wait for the writer");
@@ -220,13 +212,7 @@ async fn a_quota_dropped_by_the_log_is_restored_with_the_next_write() {
 #[tokio::test]
 async fn pinning_loads_pages_from_l3_and_keeps_them() {
     let dir = directory();
-    let (store, _) = with_log(&options(), dir.path()).await;
-    for number in 0..40 {
-        put(&store, number).await;
-    }
-    store.close(soon()).await;
-    drop(store);
-    let (store, _) = with_log(&options(), dir.path()).await;
+    let (store, _) = with_pages_on_l3(dir.path(), 0..40).await;
     let ids: Vec<_> = (0..20).map(id).collect();
     assert_eq!(store.pin(&ids, PinKind::Hard, 60_000, soon()).await, Ok(20));
     for number in 100..100 + 2 * L2_PAGES {

@@ -7,13 +7,7 @@ use larder_wire::TierCode;
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn concurrent_readers_of_a_page_share_one_read() {
     let dir = directory();
-    let (store, _) = with_log(&options(), dir.path()).await;
-    for number in 0..20 {
-        put(&store, number).await;
-    }
-    store.close(soon()).await;
-    drop(store);
-    let (store, l3) = with_log(&options(), dir.path()).await;
+    let (store, l3) = with_pages_on_l3(dir.path(), 0..20).await;
     for number in 0..20 {
         let gets = (0..32).map(|_| async { get(&store, number).await });
         assert!(join_all(gets).await.iter().all(Option::is_some));
@@ -26,11 +20,7 @@ async fn concurrent_readers_of_a_page_share_one_read() {
 #[tokio::test]
 async fn a_cancelled_reader_does_not_fail_the_others() {
     let dir = directory();
-    let (store, _) = with_log(&options(), dir.path()).await;
-    put(&store, 1).await;
-    store.close(soon()).await;
-    drop(store);
-    let (store, _) = with_log(&options(), dir.path()).await;
+    let (store, _) = with_pages_on_l3(dir.path(), 1..2).await;
     let page = id(1);
     let mut first = Box::pin(store.tiers().get(&page, soon()));
     assert!(futures::poll!(&mut first).is_pending());
@@ -42,13 +32,7 @@ async fn a_cancelled_reader_does_not_fail_the_others() {
 #[tokio::test]
 async fn a_page_forgotten_during_a_read_does_not_come_back() {
     let dir = directory();
-    let (store, _) = with_log(&options(), dir.path()).await;
-    for number in 0..20 {
-        put(&store, number).await;
-    }
-    store.close(soon()).await;
-    drop(store);
-    let (store, _) = with_log(&options(), dir.path()).await;
+    let (store, _) = with_pages_on_l3(dir.path(), 0..20).await;
     for number in 0..20 {
         let page = id(number);
         let mut read = Box::pin(store.tiers().get(&page, soon()));

@@ -28,15 +28,7 @@ async fn pins_and_idle_puts_expire_by_the_same_clock() {
     let store = without_l3(options());
     assert_eq!(put_for(&store, 1, 0), Ok(CommitOutcome::Stored));
     assert_eq!(store.pin(&[id(1), id(2)], PinKind::Soft, 3000, soon()).await, Ok(1));
-    let page = larder_wire::Reserved {
-        key: id(3).key,
-        parent: larder_format::PageKey::NONE,
-        position: 0,
-        ttl_ms: 0,
-        part_bytes: vec![PAGE as u32],
-        copy_of: None,
-    };
-    store.reserve(id(3), page).unwrap();
+    store.reserve(id(3), reserved(3)).unwrap();
     let stop = tokio_util::sync::CancellationToken::new();
     let watch = async {
         tokio::time::sleep(Duration::from_millis(2500)).await;

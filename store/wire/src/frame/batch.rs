@@ -21,6 +21,9 @@ use std::sync::Arc;
 const SEND_BYTES: usize = YIELD_BYTES;
 /// Maximum frames in one batch. Each takes up to two slices of one vectored send.
 const BATCH_FRAMES: usize = 32;
+/// Length up to which frames without a payload are short. A link of 64 KB/s carries one within the
+/// silence after which a peer counts as dead.
+const SHORT_BYTES: usize = 64 << 10;
 /// Maximum number of slices that [`Batch::gather`] fills.
 pub(super) const SLICES_MAX: usize = 2 * BATCH_FRAMES;
 /// Size, in bytes, from which a batch takes no more page bytes.
@@ -249,13 +252,13 @@ impl Batch {
     }
 
     /// Records that the sink took `bytes` bytes, and drops the segments that have left. Returns
-    /// `true` if bytes of a bulk segment were among them.
+    /// `true` if bytes of a bulk segment or of a long body were among them.
     pub(super) fn record_sent(&mut self, bytes: usize) -> bool {
         self.sent += bytes;
         let mut had_payload = false;
         while let Some(first) = self.segments.front() {
-            had_payload |= self.sent > 0 && first.is_bulk();
             let length = first.len();
+            had_payload |= self.sent > 0 && (first.is_bulk() || length > SHORT_BYTES);
             if self.sent < length {
                 break;
             }

@@ -121,8 +121,8 @@ impl<S: ByteSource> FrameReader<S> {
     /// Reads the next header, for callers that admit a request by its size before they read the
     /// body.
     ///
-    /// The caller MUST follow with [`FrameReader::take_body`] or [`FrameReader::skip_body`]. Until
-    /// one of them succeeds the header is unverified, except for the limits of its lengths.
+    /// The caller MUST follow with [`FrameReader::take_body`] or [`FrameReader::take_body_if`].
+    /// Until one of them succeeds the header is unverified, except for the limits of its lengths.
     ///
     /// # Errors
     /// As for [`FrameReader::next`]. `InvalidData` also if the last payload was not taken.
@@ -217,12 +217,6 @@ impl<S: ByteSource> FrameReader<S> {
         self.body = body;
         self.verify(head, crc(&head.bytes, &self.body))?;
         Ok(true)
-    }
-
-    /// Reads the body of a header and verifies both, without memory for the body.
-    /// [`FrameReader::body`] is empty afterwards.
-    pub async fn skip_body(&mut self, head: &FrameHead) -> io::Result<()> {
-        self.skip_rest(head, &[]).await
     }
 
     /// Discards the rest of a body after its first bytes, `received`, and verifies all of it.

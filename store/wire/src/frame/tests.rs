@@ -186,23 +186,6 @@ async fn bulk_transfer_yields_to_other_tasks() {
 }
 
 #[tokio::test]
-async fn skipped_body_is_verified() {
-    for damage in [None, Some(8000)] {
-        let mut bytes = Frame::new(9, 1, 0, &[5; 9000], None).head;
-        let mut second = Frame::new(9, 2, 0, b"x", None);
-        second.number(1);
-        bytes.extend(second.head);
-        damage.inspect(|&at: &usize| bytes[at] ^= 1);
-        let mut reader = FrameReader::new(SlowSource { bytes, at: 0, step: 1000 });
-        let head = reader.head().await.unwrap().unwrap();
-        assert_eq!(reader.skip_body(&head).await.is_ok(), damage.is_none());
-        if damage.is_none() {
-            assert_eq!(reader.next().await.unwrap().unwrap().request, 2);
-        }
-    }
-}
-
-#[tokio::test]
 async fn body_buffer_grows_as_bytes_arrive() {
     // The header announces the largest body, and 20,000 bytes of it arrive.
     let frame = Frame::new(9, 1, 0, &vec![5; MAX_BODY_BYTES], None);
@@ -219,8 +202,9 @@ async fn body_buffer_grows_as_bytes_arrive() {
 }
 
 #[tokio::test]
-async fn body_that_is_refused_midway_is_verified_and_leaves_the_stream_in_step() {
-    for damage in [None, Some(100), Some(30_000)] {
+async fn body_that_is_refused_is_verified_and_leaves_the_stream_in_step() {
+    // At once, and midway.
+    for (limit, damage) in [(0, None), (0, Some(8000)), (20_000, None), (20_000, Some(100)), (20_000, Some(30_000))] {
         let mut bytes = Frame::new(9, 1, 0, &[5; 40_000], None).head;
         let mut second = Frame::new(9, 2, 0, b"x", None);
         second.number(1);
@@ -228,7 +212,7 @@ async fn body_that_is_refused_midway_is_verified_and_leaves_the_stream_in_step()
         damage.inspect(|&at: &usize| bytes[at] ^= 1);
         let mut reader = FrameReader::new(SlowSource { bytes, at: 0, step: 1000 });
         let head = reader.head().await.unwrap().unwrap();
-        let taken = reader.take_body_if(&head, |bytes| bytes < 20_000).await;
+        let taken = reader.take_body_if(&head, |bytes| bytes < limit).await;
         assert_eq!(taken.ok(), damage.is_none().then_some(false));
         if damage.is_none() {
             assert!(reader.body().is_empty());
@@ -266,6 +250,106 @@ async fn send_all_times_out_on_a_stalled_sink() {
     let begin = Instant::now();
     let error = FrameWriter::new(StalledSink).send_all(queue, Duration::from_secs(3)).await.unwrap_err();
     assert_eq!((error.kind(), begin.elapsed().as_secs()), (io::ErrorKind::TimedOut, 3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn acknowledged_bytes_are_progress_of_a_full_sink() {
+    /// Takes nothing. Its peer acknowledges a byte per second, until all 20 are acknowledged.
+    struct DrainingSink(Instant);
+    impl ByteSink for DrainingSink {
+        async fn send(&mut self, _: &[IoSlice<'_>]) -> io::Result<usize> {
+            std::future::pending().await
+        }
+
+        fn unacknowledged_bytes(&self) -> Option<u64> {
+            Some(20u64.saturating_sub(self.0.elapsed().as_secs()))
+        }
+    }
+    let (sender, queue) = mpsc::channel(1);
+    sender.send(frames(&[10]).next().unwrap()).await.map_err(|_| ()).unwrap();
+    let begin = Instant::now();
+    let writer = FrameWriter::new(DrainingSink(begin));
+    let progress = writer.payload_progress();
+    let error = writer.send_all(queue, Duration::from_secs(3)).await.unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+    let seconds = begin.elapsed().as_secs();
+    assert!((22..26).contains(&seconds), "{seconds} s");
+    assert!(progress.load(std::sync::atomic::Ordering::Relaxed) > 10);
+}
+
+#[tokio::test(start_paused = true)]
+async fn bytes_of_a_long_body_are_progress() {
+    /// Takes 64 KiB per second.
+    struct SlowSink;
+    impl ByteSink for SlowSink {
+        async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            Ok(from.iter().map(|slice| slice.len()).sum::<usize>().min(64 << 10))
+        }
+    }
+    let mut looks = Vec::new();
+    for body_bytes in [1 << 10, 700 << 10] {
+        let (sender, queue) = mpsc::channel(1);
+        sender.send(Frame::new(9, 0, 0, &vec![1; body_bytes], None)).await.map_err(|_| ()).unwrap();
+        drop(sender);
+        let writer = FrameWriter::new(SlowSink);
+        let progress = writer.payload_progress();
+        writer.send_all(queue, Duration::from_secs(3)).await.unwrap();
+        looks.push(progress.load(std::sync::atomic::Ordering::Relaxed) as usize / (64 << 10));
+    }
+    assert!(looks[0] == 0 && looks[1] >= 10, "{looks:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn acknowledged_bytes_are_progress_while_short_frames_are_sent() {
+    /// Takes all bytes at once. Its peer acknowledges a byte per second.
+    struct RoomySink(Instant);
+    impl ByteSink for RoomySink {
+        async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+            Ok(from.iter().map(|slice| slice.len()).sum())
+        }
+
+        fn unacknowledged_bytes(&self) -> Option<u64> {
+            Some(100u64.saturating_sub(self.0.elapsed().as_secs()))
+        }
+    }
+    let (sender, queue) = mpsc::channel(1);
+    let writer = FrameWriter::new(RoomySink(Instant::now()));
+    let progress = writer.payload_progress();
+    let sending = tokio::spawn(writer.send_all(queue, Duration::from_secs(3)));
+    sender.send(frames(&[10]).next().unwrap()).await.map_err(|_| ()).unwrap();
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let before = progress.load(std::sync::atomic::Ordering::Relaxed);
+    for _ in 0..20 {
+        sender.send(Frame::new(9, 0, 0, b"", None)).await.map_err(|_| ()).unwrap();
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    let grown = progress.load(std::sync::atomic::Ordering::Relaxed) - before;
+    assert!(grown >= 5, "{grown} looks in 10 s found progress");
+    drop(sender);
+    sending.await.unwrap().unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn send_that_ends_at_a_look_is_not_repeated() {
+    /// Takes 400,000 bytes each second, so each send ends at the time of a look.
+    struct EverySecond;
+    impl ByteSink for EverySecond {
+        async fn send(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            Ok(from.iter().map(|slice| slice.len()).sum::<usize>().min(400_000))
+        }
+
+        fn unacknowledged_bytes(&self) -> Option<u64> {
+            Some(1)
+        }
+    }
+    // The writer yields after a mebibyte, which is in the third and last send.
+    let (sender, queue) = mpsc::channel(1);
+    let frame = Frame::new(9, 0, 0, b"", Some(Box::new(vec![0u8; 1 << 20])));
+    sender.send(frame).await.map_err(|_| ()).unwrap();
+    drop(sender);
+    FrameWriter::new(EverySecond).send_all(queue, Duration::from_secs(10)).await.unwrap();
 }
 
 #[tokio::test]

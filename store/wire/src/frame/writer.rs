@@ -15,6 +15,8 @@ use tokio::time::Instant;
 const SLOW_SEND: Duration = Duration::from_millis(100);
 /// Bytes that a link takes in [`SLOW_SEND`] at least to count as fast: 80 MB/s.
 const FAST_BYTES: u64 = 8 << 20;
+/// Time between two looks at how far the peer has received, while the sink takes nothing.
+const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Speed of the link, as far as it matters for the sink's buffer. A link counts as slow until it
 /// has proved fast: a buffer that is filled already cannot be limited any more.
@@ -53,6 +55,13 @@ pub struct FrameWriter<S> {
     budget: YieldBudget,
     payload_progress: Arc<AtomicU64>,
     speed: LinkSpeed,
+    /// The sink tells how far the peer has received.
+    is_looking: bool,
+    /// Bytes that the peer had not acknowledged at the last look.
+    unacknowledged: Option<u64>,
+    /// Time of the next look, while page bytes are on their way to the peer. Short frames do not
+    /// delay it.
+    look_at: Option<Instant>,
 }
 
 impl<S: ByteSink> FrameWriter<S> {
@@ -65,11 +74,15 @@ impl<S: ByteSink> FrameWriter<S> {
             budget: YieldBudget::default(),
             payload_progress: Arc::default(),
             speed: LinkSpeed::default(),
+            is_looking: false,
+            unacknowledged: None,
+            look_at: None,
         }
     }
 
-    /// Counter that grows while the sink takes page bytes. Short frames do not count: they fit into
-    /// the socket's buffer, even if the peer is dead.
+    /// Counter that grows while the sink takes bytes of pages or of long bodies, or the peer
+    /// acknowledges them. Short frames do not count: they fit into the socket's buffer, even if the
+    /// peer is dead.
     pub fn payload_progress(&self) -> Arc<AtomicU64> {
         self.payload_progress.clone()
     }
@@ -85,7 +98,8 @@ impl<S: ByteSink> FrameWriter<S> {
             if self.batch.is_empty() {
                 return Ok(());
             }
-            self.send_some().await?;
+            let sent = self.send_some().await?;
+            self.budget.spend(sent).await;
         }
     }
 
@@ -97,38 +111,100 @@ impl<S: ByteSink> FrameWriter<S> {
     pub async fn send_all(mut self, queue: impl Into<FrameQueue>, stall: Duration) -> io::Result<()> {
         let mut queue = queue.into();
         self.sink.limit_buffered(true);
+        self.is_looking = self.sink.unacknowledged_bytes().is_some();
         loop {
+            if self.look_at.is_some_and(|at| at <= Instant::now()) {
+                self.look_after_payload();
+            }
             self.batch.fill(&mut queue);
             if self.batch.is_empty() {
-                let Some(frame) = queue.next().await else { return Ok(()) };
+                let Some(frame) = self.next_frame(&mut queue).await else { return Ok(()) };
                 self.batch.add(frame);
                 continue;
             }
-            // Any byte is progress: the time starts anew with each send.
-            let timed_out = |_| io::Error::from(io::ErrorKind::TimedOut);
-            tokio::time::timeout_at(Instant::now() + stall, self.send_some()).await.map_err(timed_out)??;
+            self.send_some_within(stall).await?;
         }
     }
 
-    /// Sends part of the batch: as much as the sink takes at once.
-    async fn send_some(&mut self) -> io::Result<()> {
+    /// Waits for a frame. While page bytes are on their way, it looks how far they have come: on a
+    /// slow link, the last ones need longer than a silent peer may take.
+    async fn next_frame(&mut self, queue: &mut FrameQueue) -> Option<QueuedFrame> {
+        while let Some(look_at) = self.look_at {
+            if let Ok(frame) = tokio::time::timeout_at(look_at, queue.next()).await {
+                return frame;
+            }
+            self.look_after_payload();
+        }
+        queue.next().await
+    }
+
+    /// Looks for progress. Plans the next look, unless the peer has received all bytes.
+    fn look_after_payload(&mut self) {
+        self.look_for_progress();
+        let is_on_the_way = self.unacknowledged.is_some_and(|bytes| bytes > 0);
+        self.look_at = is_on_the_way.then(|| Instant::now() + LOOK_INTERVAL);
+    }
+
+    /// Sends part of the batch, unless the peer takes no byte for `stall`.
+    async fn send_some_within(&mut self, stall: Duration) -> io::Result<()> {
+        let mut until = Instant::now() + stall;
+        let sent = loop {
+            let look_at = if self.is_looking { until.min(Instant::now() + LOOK_INTERVAL) } else { until };
+            // A dropped send has taken no bytes, so it can begin again.
+            if let Ok(sent) = tokio::time::timeout_at(look_at, self.send_some()).await {
+                break sent?;
+            }
+            // The next attempt may be short, although the link is slow.
+            self.record_speed(0, LOOK_INTERVAL);
+            // Any byte is progress. The socket of a link that was fast can hold many.
+            if self.is_looking && self.look_for_progress() {
+                until = Instant::now() + stall;
+            } else if look_at == until {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+        };
+        // Without a limit: the bytes are gone, and a send that ends late must not be repeated.
+        self.budget.spend(sent).await;
+        Ok(())
+    }
+
+    /// Returns `true` if the peer has acknowledged bytes since the last look. A send in between may
+    /// hide them. It is progress itself.
+    fn look_for_progress(&mut self) -> bool {
+        let after = self.sink.unacknowledged_bytes();
+        let before = std::mem::replace(&mut self.unacknowledged, after);
+        let has_progress = before.zip(after).is_some_and(|(before, after)| after < before);
+        if has_progress {
+            // Relaxed: the counter is only compared with itself.
+            self.payload_progress.fetch_add(1, Ordering::Relaxed);
+        }
+        has_progress
+    }
+
+    fn record_speed(&mut self, bytes: usize, took: Duration) {
+        if self.speed.record(bytes, took) {
+            self.sink.limit_buffered(!self.speed.is_fast);
+        }
+    }
+
+    /// Sends part of the batch: as much as the sink takes at once. Returns the number of bytes.
+    ///
+    /// Cancel safe: a dropped send has taken no bytes.
+    async fn send_some(&mut self) -> io::Result<usize> {
         let mut slices = [IoSlice::new(&[]); SLICES_MAX];
         let count = self.batch.gather(&mut slices);
         let begin = Instant::now();
         let sent = self.sink.send(&slices[..count]).await?;
-        if self.speed.record(sent, begin.elapsed()) {
-            self.sink.limit_buffered(!self.speed.is_fast);
+        let end = Instant::now();
+        self.record_speed(sent, end - begin);
+        if sent == 0 {
+            return Err(io::ErrorKind::WriteZero.into());
         }
-        match sent {
-            0 => Err(io::ErrorKind::WriteZero.into()),
-            now => {
-                if self.batch.record_sent(now) {
-                    // Relaxed: the counter is only compared with itself.
-                    self.payload_progress.fetch_add(now as u64, Ordering::Relaxed);
-                }
-                self.budget.spend(now).await;
-                Ok(())
-            }
+        if self.batch.record_sent(sent) {
+            self.look_at = self.is_looking.then(|| end + LOOK_INTERVAL);
+            // Relaxed: the counter is only compared with itself.
+            self.payload_progress.fetch_add(sent as u64, Ordering::Relaxed);
         }
+        Ok(sent)
     }
 }

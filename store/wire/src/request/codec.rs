@@ -3,15 +3,17 @@
 use super::{Request, Reserved};
 use crate::codes::{Hint, PinKind};
 use crate::fields::{
-    Delivery, PageRange, PartLocation, RdmaEndpoint, channels, crcs, entry, key, keys, optional, put_channels,
+    Delivery, PageRange, PartLocation, RdmaEndpoint, channels, crcs, entry, flag, key, keys, optional, put_channels,
     put_crcs, put_entry, put_keys, put_optional, put_range, range,
 };
 use crate::frame::{BODY_ROOM_BYTES, Frame, MAX_BODY_BYTES, Payload};
-use crate::limits::{MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS, MAX_RDMA_CHANNELS};
+use crate::limits::{
+    MAX_EXPLAINED, MAX_EXTENTS, MAX_INFO_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_PUTS, MAX_RDMA_CHANNELS,
+};
 use crate::messages::{REQUESTS, RequestKind};
-use crate::{PROTOCOL_VERSION, VERSION_COPIES, VERSION_SHARED_MEMORY_PUTS};
+use crate::{PROTOCOL_VERSION, VERSION_COPIES, VERSION_EXTENTS, VERSION_SHARED_MEMORY_PUTS, VERSION_TOKEN_IDS};
 use larder_format::codec::{Put, Reader, Result};
-use larder_format::{MAX_CHUNKS, MAX_PARTS, NamespaceDescriptor, PageKey};
+use larder_format::{MAX_CHUNKS, MAX_PARTS, MAX_TOKEN_IDS, NamespaceDescriptor, PageKey};
 
 /// Maximum body of a request of an unknown kind, in bytes. The node reads it to answer with an
 /// error.
@@ -45,6 +47,8 @@ impl Request {
             RequestKind::Release => FIELDS_BYTES + ENTRY_BYTES * MAX_KEYS,
             RequestKind::Commit => FIELDS_BYTES + ENTRY_BYTES * MAX_PUTS,
             RequestKind::Forget => FIELDS_BYTES + size_of::<PageKey>() * MAX_KEYS,
+            RequestKind::Explain => FIELDS_BYTES + size_of::<PageKey>() * MAX_EXPLAINED,
+            RequestKind::Extents => FIELDS_BYTES + size_of::<PageKey>() * MAX_EXTENTS,
             RequestKind::Part => 2 * FIELDS_BYTES + size_of::<u32>() * MAX_CHUNKS,
             RequestKind::Hello | RequestKind::RdmaChannels | RequestKind::GrantParts => MAX_NAME_BYTES << 6,
             RequestKind::Locate
@@ -77,9 +81,12 @@ impl Request {
                 out.put_string(name);
                 put_optional(&mut out, namespace.as_ref(), |out, namespace| namespace.encode(out));
             }
-            Request::Locate(keys) | Request::Warm(keys) | Request::Forget(keys) | Request::Pins(keys) => {
-                put_keys(&mut out, keys);
-            }
+            Request::Locate(keys)
+            | Request::Warm(keys)
+            | Request::Forget(keys)
+            | Request::Pins(keys)
+            | Request::Explain(keys)
+            | Request::Extents(keys) => put_keys(&mut out, keys),
             Request::Get { keys, by } => {
                 put_keys(&mut out, keys);
                 by.put(&mut out);
@@ -91,9 +98,12 @@ impl Request {
                 });
                 by.put(&mut out);
             }
-            Request::Lookup { keys, hold_ms } => {
+            Request::Lookup { keys, hold_ms, load_l3 } => {
                 put_keys(&mut out, keys);
                 out.put_u32(*hold_ms);
+                if version >= VERSION_EXTENTS {
+                    out.put_u8(u8::from(*load_l3));
+                }
             }
             Request::Release(entries) | Request::Commit(entries) => out.put_list(entries, put_entry),
             Request::Reserve(pages) => out.put_list(pages, |out, page| page.encode(version, out)),
@@ -167,7 +177,14 @@ impl Request {
                 ranges: r.list(MAX_KEYS, "ranges", |r| Ok(PageRange { key: key(r)?, bytes: range(r)? }))?,
                 by: Delivery::read(&mut r)?,
             },
-            RequestKind::Lookup => Request::Lookup { keys: keys(&mut r)?, hold_ms: r.u32("hold time")? },
+            RequestKind::Lookup => Request::Lookup {
+                keys: keys(&mut r)?,
+                hold_ms: r.u32("hold time")?,
+                load_l3: match version {
+                    VERSION_EXTENTS.. => flag(&mut r, "pages of L3 in the hold")?,
+                    _ => true,
+                },
+            },
             RequestKind::Release => Request::Release(r.list(MAX_KEYS, "pages to release", entry)?),
             RequestKind::Reserve => {
                 Request::Reserve(r.list(MAX_PUTS, "pages to reserve", |r| Reserved::decode(version, r))?)
@@ -222,6 +239,8 @@ impl Request {
                 hint: Hint::from_code(r.u8("hint")?)?,
                 retain_ms: r.u64("time to retain")?,
             },
+            RequestKind::Explain => Request::Explain(r.list(MAX_EXPLAINED, "keys", key)?),
+            RequestKind::Extents => Request::Extents(r.list(MAX_EXTENTS, "keys", key)?),
         };
         r.finish()?;
         Ok(message)
@@ -238,6 +257,9 @@ impl Reserved {
         if version >= VERSION_COPIES {
             put_optional(out, self.copy_of.as_ref(), |out, &generation| out.put_u64(generation));
         }
+        if version >= VERSION_TOKEN_IDS {
+            out.put_list(&self.token_ids, |out, &token| out.put_u32(token));
+        }
     }
 
     fn decode(version: u16, reader: &mut Reader<'_>) -> Result<Self> {
@@ -250,6 +272,10 @@ impl Reserved {
             copy_of: match version {
                 VERSION_COPIES.. => optional(reader, |r| r.u64("generation of the copy"))?,
                 _ => None,
+            },
+            token_ids: match version {
+                VERSION_TOKEN_IDS.. => reader.list(MAX_TOKEN_IDS, "token ids", |r| r.u32("token id"))?,
+                _ => Vec::new(),
             },
         })
     }

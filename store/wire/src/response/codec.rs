@@ -1,17 +1,18 @@
 //! Encoding and decoding of responses.
 
 use super::{ArenaListenerInfo, ArenaPage, MemberEntry, PartGrant, PutEnd, Response};
-use crate::VERSION_COPIES;
 use crate::codes::{CommitOutcome, ErrorCode, FollowState, ReserveOutcome, TierCode};
 use crate::fields::{
-    GrantedRange, PagePin, PayloadLocation, RdmaEndpoint, crcs, optional, put_crcs, put_optional, put_range, range,
+    Explanation, Extent, GrantedRange, PagePin, PayloadLocation, RdmaEndpoint, crcs, optional, put_crcs, put_optional,
+    put_range, range,
 };
 use crate::frame::{BODY_ROOM_BYTES, Frame, Payload};
 use crate::limits::{
-    MAX_ARENA_PAGES, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS, MAX_NAME_BYTES, MAX_PART_GRANTS, MAX_PUTS,
-    MAX_RDMA_CHANNELS, MAX_TEXT_BYTES,
+    MAX_ARENA_PAGES, MAX_EXPLAINED, MAX_EXTENT_FILES, MAX_EXTENTS, MAX_INFO_BYTES, MAX_KEYS, MAX_MEMBERS,
+    MAX_NAME_BYTES, MAX_PART_GRANTS, MAX_PUTS, MAX_RDMA_CHANNELS, MAX_TEXT_BYTES,
 };
 use crate::messages::ResponseKind;
+use crate::{VERSION_COPIES, VERSION_EXPLAIN};
 use larder_format::codec::{DecodeError, Put, Reader, Result};
 use larder_format::{NamespaceId, PageMeta};
 use std::sync::Arc;
@@ -101,7 +102,7 @@ impl Response {
                 put_optional(&mut out, meta.as_ref(), |out, meta| meta.encode(out));
             }
             Response::Reserved { outcomes, retry_after_ms } => {
-                out.put_list(outcomes, |out, outcome| out.put_u8(outcome.code()));
+                out.put_list(outcomes, |out, outcome| out.put_u8(reserve_code(version, *outcome)));
                 // With a retry time this is `ResponseKind::ReservedBusy`, without it
                 // `ResponseKind::Reserved`.
                 if *retry_after_ms > 0 {
@@ -116,6 +117,11 @@ impl Response {
             }),
             Response::Status(json) => out.put_string(json),
             Response::Pins(pins) => out.put_list(pins, PagePin::put),
+            Response::Explained(explanations) => out.put_list(explanations, Explanation::put),
+            Response::Extents { files, extents } => {
+                out.put_u32(*files);
+                out.put_list(extents, Extent::put);
+            }
             Response::RdmaChannels(endpoints) => out.put_list(endpoints, |out, endpoint| endpoint.put(out)),
             Response::PartGrants(grants) => out.put_list(grants, |out, grant| {
                 out.put_u32(grant.index);
@@ -178,8 +184,10 @@ impl Response {
                 state: FollowState::from_code(r.u8("follow state")?)?,
                 meta: optional(&mut r, PageMeta::decode)?,
             },
-            ResponseKind::Reserved => Response::Reserved { outcomes: reserve_outcomes(&mut r)?, retry_after_ms: 0 },
-            ResponseKind::ReservedBusy => match (reserve_outcomes(&mut r)?, r.u32("retry time")?) {
+            ResponseKind::Reserved => {
+                Response::Reserved { outcomes: reserve_outcomes(&mut r, version)?, retry_after_ms: 0 }
+            }
+            ResponseKind::ReservedBusy => match (reserve_outcomes(&mut r, version)?, r.u32("retry time")?) {
                 // One encoding per message: without a retry time the kind is `Reserved`.
                 (_, 0) => return Err(DecodeError::Invalid("retry time")),
                 (outcomes, retry_after_ms) => Response::Reserved { outcomes, retry_after_ms },
@@ -191,6 +199,14 @@ impl Response {
             ResponseKind::Members => Response::Members(r.list(MAX_MEMBERS, "members", MemberEntry::decode)?),
             ResponseKind::Status => Response::Status(r.string(MAX_TEXT_BYTES, "status")?),
             ResponseKind::Pins => Response::Pins(r.list(MAX_KEYS, "pins", PagePin::read)?),
+            ResponseKind::Explained => Response::Explained(r.list(MAX_EXPLAINED, "explanations", Explanation::read)?),
+            ResponseKind::Extents => {
+                let files = r.u32("files")?;
+                if files as usize > MAX_EXTENT_FILES {
+                    return Err(DecodeError::Invalid("files"));
+                }
+                Response::Extents { files, extents: r.list(MAX_EXTENTS, "extents", |r| Extent::read(r, files))? }
+            }
             ResponseKind::RdmaChannels => {
                 Response::RdmaChannels(r.list(MAX_RDMA_CHANNELS, "RDMA endpoints", RdmaEndpoint::read)?)
             }
@@ -282,8 +298,20 @@ fn tiers(reader: &mut Reader<'_>) -> Result<Vec<TierCode>> {
     reader.list(MAX_KEYS, "tiers", tier)
 }
 
-fn reserve_outcomes(reader: &mut Reader<'_>) -> Result<Vec<ReserveOutcome>> {
-    reader.list(MAX_PUTS, "reserve outcomes", |r| ReserveOutcome::from_code(r.u8("reserve outcome")?))
+/// Code of an outcome in a version. Both codes tell the client that a retry fails again.
+fn reserve_code(version: u16, outcome: ReserveOutcome) -> u8 {
+    match outcome {
+        ReserveOutcome::Retired if version < VERSION_EXPLAIN => ReserveOutcome::Malformed.code(),
+        outcome => outcome.code(),
+    }
+}
+
+fn reserve_outcomes(reader: &mut Reader<'_>, version: u16) -> Result<Vec<ReserveOutcome>> {
+    reader.list(MAX_PUTS, "reserve outcomes", |r| match ReserveOutcome::from_code(r.u8("reserve outcome")?)? {
+        // Versions before do not have the code.
+        ReserveOutcome::Retired if version < VERSION_EXPLAIN => Err(DecodeError::Invalid("reserve outcome")),
+        outcome => Ok(outcome),
+    })
 }
 
 #[cfg(test)]

@@ -5,12 +5,15 @@
 
 use larder_format::disk::{RecordBody, RecordHeader, RecordPlace, SegmentHeader, Superblock};
 use larder_format::footer::{Footer, RecordSummary};
-use larder_format::{KvDtype, NamespaceDescriptor, NamespaceId, PageGeometry, PageId, PageKey, PageMeta};
+use larder_format::{
+    KvDtype, NamespaceDescriptor, NamespaceFields, NamespaceId, PageGeometry, PageId, PageKey, PageMeta,
+};
 use larder_fuzz::{LOG, SEGMENT_BYTES};
 use larder_wire::{
-    ArenaListenerInfo, ArenaPage, CommitOutcome, Delivery, Entry, ErrorCode, FollowState, Frame, GrantedRange,
-    HEADER_BYTES, Hint, MemberEntry, PROTOCOL_VERSION, PagePin, PageRange, PartGrant, PartLocation, PayloadLocation, PinKind,
-    PutEnd, RdmaEndpoint, Request, ReserveOutcome, Reserved, Response, TierCode,
+    ArenaListenerInfo, ArenaPage, CommitOutcome, Delivery, Entry, ErrorCode, Explanation, Extent, FollowState, Frame,
+    GrantedRange, HEADER_BYTES, Hint, MemberEntry, MissReason, PROTOCOL_VERSION, PagePin, PageRange, PartGrant,
+    PartLocation, PayloadLocation, PinKind, PutEnd, RdmaEndpoint, Request, ReserveOutcome, Reserved, Response,
+    TierCode,
 };
 use std::fs;
 use std::path::Path;
@@ -36,16 +39,16 @@ fn meta() -> PageMeta {
 fn requests() -> Vec<Frame> {
     let key = PageKey([4; 32]);
     let entry = Entry { request: 5, index: 6 };
-    let reserved = Reserved { key, parent: key, position: 1, ttl_ms: 2, part_bytes: vec![3, 4], copy_of: None };
+    let reserved = Reserved { parent: key, position: 1, ttl_ms: 2, ..Reserved::first(key, vec![3, 4]) };
     let hello = |namespace| Request::Hello { version_min: 1, version_max: 2, name: "n".into(), namespace };
     let requests = [
         hello(None),
         hello(Some(descriptor())),
         Request::Locate(vec![key; 3]),
         Request::Get { keys: vec![key], by: Delivery::InPlace },
-        Request::Lookup { keys: vec![key; 2], hold_ms: 7 },
+        Request::Lookup { keys: vec![key; 2], hold_ms: 7, load_l3: true },
         Request::Release(vec![entry; 2]),
-        Request::Reserve(vec![reserved.clone(), Reserved { copy_of: Some(7), ..reserved }]),
+        Request::Reserve(vec![reserved.clone(), Reserved { copy_of: Some(7), ..reserved.clone() }]),
         Request::Part { put: entry, part: 1, crcs: vec![8, 9], bytes: PartLocation::Rdma },
         Request::Commit(vec![entry]),
         Request::Abort(entry),
@@ -73,6 +76,9 @@ fn requests() -> Vec<Frame> {
         Request::Ping,
         Request::RdmaProgress { entry, part: Some(1), bytes: 70_000 },
         Request::Hint { keys: vec![key; 2], generated: Some(300), hint: Hint::Retain, retain_ms: 60_000 },
+        Request::Explain(vec![key; 2]),
+        Request::Reserve(vec![Reserved { token_ids: vec![5, 70_000], ..reserved.clone() }, reserved]),
+        Request::Extents(vec![key; 2]),
     ];
     requests.iter().map(|request| request.frame(PROTOCOL_VERSION, 1, 2, None)).collect()
 }
@@ -126,6 +132,15 @@ fn responses() -> Vec<Frame> {
         ]),
         Response::Pins(vec![None, Some(PagePin { kind: PinKind::Hard, remaining_ms: 9 })]),
         Response::Pong,
+        Response::Explained(vec![
+            Explanation { reason: MissReason::Evicted, at_unix_ms: 1 << 40, differing: NamespaceFields::default() },
+            Explanation {
+                reason: MissReason::OtherNamespace,
+                at_unix_ms: 0,
+                differing: NamespaceFields::WEIGHTS | NamespaceFields::TENANT,
+            },
+        ]),
+        Response::Extents { files: 1, extents: vec![None, Some(Extent { file: 0, offset: 1 << 20, meta: meta() })] },
     ];
     responses.iter().map(|response| response.frame(PROTOCOL_VERSION, 1, None)).collect()
 }
@@ -178,7 +193,9 @@ fn main() -> std::io::Result<()> {
         fields(2, &void.encode(&LOG)),
         fields(3, &table[table.len() - 4096..]),
     ];
-    write(dir, "blocks", blocks.clone())?;
+    let described = PageMeta { token_ids: vec![5, 70_000], ..meta() };
+    let described = fields(2, &record(4096, 3, RecordBody::Page(described)).encode(&LOG));
+    write(dir, "blocks", [&blocks[..], &[described]].concat())?;
     let chunks = blocks.iter().map(|block| block.iter().copied().chain(std::iter::repeat(0)).take(160));
     write(dir, "segments", vec![chunks.flatten().collect()])?;
     // The table precedes the last block and is padded with zeros.

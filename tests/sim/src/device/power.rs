@@ -15,6 +15,8 @@ pub struct Power {
 }
 
 impl Power {
+    /// Power that fails at the device event number `events`, counted from 1. That event is in the
+    /// trace, but the device does not answer any more.
     pub fn lasting(events: u64) -> Arc<Power> {
         Arc::new(Power { events_left: AtomicU64::new(events), failure: Notify::new() })
     }

@@ -1,7 +1,7 @@
 //! Workers of the log: they draw operations and check every answer against the model.
 
 use super::LogIncarnation;
-use crate::model::{Expected, RequestTime};
+use crate::model::{Expected, RequestTime, token_ids};
 use crate::payload::{self, NAMESPACES, namespace_id, page_id};
 use crate::random::{RandomSource, Stream};
 use crate::workload::{KEYS_FORGOTTEN_AT_ONCE, Limit, draw_forgotten_keys, draw_key, parts};
@@ -190,7 +190,11 @@ fn request_time(log: &LogIncarnation) -> RequestTime {
 fn check(log: &LogIncarnation, key: u64, started: RequestTime, meta: &PageMeta, payload: &[u8]) {
     let model = log.model.lock();
     let found = log.world.check_key(key, |suspect| model.check_found(key, meta.generation, started, suspect));
-    if let Err(problem) = found.and_then(|()| model.check_page(key, meta, payload)) {
+    let mut checked = found.and_then(|()| model.check_page(key, meta, payload));
+    if checked.is_ok() && meta.token_ids != token_ids(key) {
+        checked = Err(format!("key {key}: wrong token ids: {:?}", meta.token_ids));
+    }
+    if let Err(problem) = checked {
         drop(model);
         log.world.violate(format!("get: {problem}"));
     }

@@ -197,14 +197,7 @@ async fn put_and_get(node: &NodeIncarnation) {
         Err(_) if has_stopped() => return node.world.forgive("forgiven: log stopped", 1),
         Err(error) => return node.violate(format!("a forget fails after faults have stopped: {error}")),
     }
-    let page = Reserved {
-        key: page_key(key),
-        parent: parent(key),
-        position: position(key),
-        ttl_ms: 0,
-        part_bytes: vec![1000],
-        copy_of: None,
-    };
+    let page = Reserved { parent: parent(key), position: position(key), ..Reserved::first(page_key(key), vec![1000]) };
     let put = match node.store.reserve(id, page) {
         Ok(put) => put,
         // While no log takes writes, write-back refuses puts that would evict dirty pages.

@@ -1,7 +1,7 @@
 //! Writers of a node: they reserve a page, send its parts, and commit, abort or abandon the put.
 
 use super::NodeIncarnation;
-use crate::model::{parent, position};
+use crate::model::{parent, position, token_ids};
 use crate::payload::{self, page_id, page_key};
 use crate::random::RandomSource;
 use crate::workload::parts;
@@ -66,6 +66,7 @@ fn reserve<'a>(
         ttl_ms,
         part_bytes: parts.clone(),
         copy_of: None,
+        token_ids: token_ids(key),
     };
     let outcome = node.store.reserve(id, page);
     let answer = outcome.as_ref().map_or_else(|outcome| *outcome as u64, |_| 0);

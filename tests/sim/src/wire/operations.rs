@@ -392,6 +392,7 @@ impl Worker {
                 FollowEnd::Sealed => "follows completed",
                 FollowEnd::Aborted => "follows of aborted puts",
                 FollowEnd::Miss => "follows that missed",
+                FollowEnd::Busy => "follows refused",
             },
             1,
         );

@@ -24,8 +24,11 @@ use slow_network::Clients;
 use std::time::Duration;
 use tokio::time::sleep;
 
-/// Time in which the slow network carries one page.
+/// Time in which the slow network carries one page, unless pages are very small.
 const PAGE_TIME: Duration = Duration::from_secs(12);
+/// Least rate of the slow network. Short frames are not cut, so a peer counts as dead if one takes
+/// 5 s. A reservation of several pages has up to 1 KiB.
+const SLOW_BYTES_PER_SECOND_MIN: u64 = 300;
 const PATIENCE: Duration = Duration::from_secs(180);
 /// Number of the keys that the checks put, from 0.
 const KEYS: u64 = 12;
@@ -59,7 +62,7 @@ struct SlowNetwork<'a>(&'a Cluster);
 impl SlowNetwork<'_> {
     fn begin(cluster: &Cluster) -> SlowNetwork<'_> {
         let rate = (cluster.setup.geometry.page_bytes() as f64 / PAGE_TIME.as_secs_f64()) as u64 + 1;
-        cluster.network.faults.lock().bytes_per_second = rate;
+        cluster.network.faults.lock().bytes_per_second = rate.max(SLOW_BYTES_PER_SECOND_MIN);
         SlowNetwork(cluster)
     }
 }

@@ -1,7 +1,7 @@
 //! Writers of a cluster: single pages part by part, and batches of whole pages.
 
 use super::{Cluster, LATE_MS, soon};
-use crate::model::{ContentMatch, parent, position};
+use crate::model::{ContentMatch, parent, position, token_ids};
 use crate::payload::{self, page_key};
 use crate::random::RandomSource;
 use crate::wire::model::{PutId, RequestTime};
@@ -16,7 +16,7 @@ use tokio::time::sleep;
 const BATCH_RETRIES: u32 = 10;
 
 pub(super) fn page(key: u64) -> NewPage {
-    NewPage { key: page_key(key), parent: parent(key), position: position(key) }
+    NewPage { key: page_key(key), parent: parent(key), position: position(key), token_ids: token_ids(key) }
 }
 
 /// Bytes of a put, in shared client memory while some is free. An abort returns that memory, so it
@@ -58,6 +58,7 @@ fn outcome_code(outcome: PutOutcome) -> u64 {
         PutOutcome::Busy { .. } => 4,
         PutOutcome::Lost => 5,
         PutOutcome::Forgotten => 6,
+        PutOutcome::Retired => 7,
     }
 }
 
@@ -79,6 +80,7 @@ pub(super) fn record_outcome(
             Some(PutOutcome::Busy { .. }) => "puts busy",
             Some(PutOutcome::Lost) => "puts lost",
             Some(PutOutcome::Forgotten) => "copies refused",
+            Some(PutOutcome::Retired) => "puts into retired namespaces",
             None => "puts cancelled",
         },
         1,

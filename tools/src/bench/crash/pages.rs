@@ -59,7 +59,7 @@ impl PageKind {
     }
 
     pub fn page(&self, key: usize) -> NewPage {
-        NewPage { key: self.key(key), parent: PageKey::NONE, position: 0 }
+        NewPage::first(self.key(key))
     }
 
     /// Returns the bytes of one version: the version number, then pseudo-random words derived from

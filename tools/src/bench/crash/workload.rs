@@ -159,7 +159,8 @@ impl Worker<'_> {
                 let text = format!("{}: version {version} was refused, but no other can exist", self.name(key));
                 counters.violation(&counters.impossible, text);
             }
-            PutOutcome::Refused | PutOutcome::Forgotten | PutOutcome::Busy { .. } | PutOutcome::InProgress => {}
+            PutOutcome::Refused | PutOutcome::Forgotten | PutOutcome::Retired => {}
+            PutOutcome::Busy { .. } | PutOutcome::InProgress => {}
             PutOutcome::Lost => self.pages.oracle.put_unknown(key),
         }
     }
@@ -173,7 +174,8 @@ impl Worker<'_> {
         match self.put_version(key, version).await {
             PutOutcome::Stored | PutOutcome::AlreadyThere => self.pages.oracle.stored(key, version),
             PutOutcome::Lost => self.pages.oracle.put_unknown(key),
-            PutOutcome::Refused | PutOutcome::Forgotten | PutOutcome::Busy { .. } | PutOutcome::InProgress => {}
+            PutOutcome::Refused | PutOutcome::Forgotten | PutOutcome::Retired => {}
+            PutOutcome::Busy { .. } | PutOutcome::InProgress => {}
         }
     }
 
@@ -198,9 +200,8 @@ impl Worker<'_> {
             PutOutcome::Stored => &counters.stored,
             PutOutcome::AlreadyThere => &counters.already_there,
             PutOutcome::Refused => &counters.refused,
-            PutOutcome::Forgotten | PutOutcome::InProgress | PutOutcome::Busy { .. } | PutOutcome::Lost => {
-                &counters.puts_lost
-            }
+            PutOutcome::Forgotten | PutOutcome::Retired | PutOutcome::InProgress => &counters.puts_lost,
+            PutOutcome::Busy { .. } | PutOutcome::Lost => &counters.puts_lost,
         });
         outcome
     }

@@ -214,6 +214,17 @@ impl Attackers {
         attackers
     }
 
+    /// Waits until each kind of attack has had an effect, for `limit` at most.
+    pub async fn effective(&self, limit: Duration) {
+        let all = async {
+            // Relaxed: a count that is seen late costs another look.
+            while self.counters.iter().any(|(_, counters)| counters.effective.load(Ordering::Relaxed) == 0) {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        };
+        let _ = tokio::time::timeout(limit, all).await;
+    }
+
     /// Ends all attackers, which closes their connections. Returns the number of attacks by name.
     pub async fn stop(mut self) -> Vec<(&'static str, AttackCounts)> {
         self.stop.cancel();

@@ -6,6 +6,8 @@
 
 use super::super::overload::{Priority, TICKS_PER_SECOND};
 use anyhow::{Context, Result};
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
@@ -24,6 +26,29 @@ pub fn seconds(process: u32) -> Result<f64> {
     let ticks = fields.split_whitespace().skip(11).take(4).map(|ticks| ticks.parse::<f64>());
     let ticks: f64 = ticks.sum::<Result<f64, _>>().with_context(|| format!("{path} has another form"))?;
     Ok(ticks / TICKS_PER_SECOND)
+}
+
+/// Time for which each thread of a process has waited for a processor, by its number.
+pub type Waits = BTreeMap<OsString, Duration>;
+
+pub fn waits(process: u32) -> Result<Waits> {
+    let tasks = format!("/proc/{process}/task");
+    let mut waits = Waits::new();
+    for task in std::fs::read_dir(&tasks).with_context(|| format!("cannot read {tasks}"))? {
+        let task = task?;
+        waits.insert(task.file_name(), schedstat(&task.path().join("schedstat"), 1));
+    }
+    Ok(waits)
+}
+
+/// Time for which the threads waited between two looks, in seconds. Lacks that of threads that
+/// ended meanwhile.
+pub fn waited(before: &Waits, after: &Waits) -> f64 {
+    let since = |(thread, wait): (&OsString, &Duration)| {
+        // Saturates: a new thread may have the number of one that ended.
+        wait.saturating_sub(before.get(thread).copied().unwrap_or_default()).as_secs_f64()
+    };
+    after.iter().map(since).sum()
 }
 
 /// Threads of this process with one name.
@@ -134,8 +159,14 @@ fn burn(slots: &[Duration], priority: Priority, stop: &CancellationToken) -> f64
 
 /// Processor time in a `schedstat` file. Zero if its thread has ended.
 fn time_in(path: &Path) -> Duration {
+    schedstat(path, 0)
+}
+
+/// One of the two times in a `schedstat` file: on a processor, and waiting for one. Zero if its
+/// thread has ended. The format is in the kernel's `Documentation/scheduler/sched-stats.rst`.
+fn schedstat(path: &Path, field: usize) -> Duration {
     let stat = std::fs::read_to_string(path).unwrap_or_default();
-    let nanoseconds = stat.split(' ').next().and_then(|number| number.parse().ok());
+    let nanoseconds = stat.split(' ').nth(field).and_then(|number| number.parse().ok());
     nanoseconds.map_or(Duration::ZERO, Duration::from_nanos)
 }
 
@@ -151,6 +182,20 @@ mod tests {
         // A busy machine may give it less, but a thread never takes much more.
         assert!(taken < 0.06, "{taken}");
         assert!(taken > 0.0, "{taken}");
+    }
+
+    #[test]
+    fn waits_between_two_looks_are_those_of_all_threads_of_the_second() {
+        let ms = Duration::from_millis;
+        let waits =
+            |times: &[(&str, u64)]| -> Waits { times.iter().map(|&(name, time)| (name.into(), ms(time))).collect() };
+        let before = waits(&[("1", 100), ("2", 200), ("3", 900)]);
+        // Thread 2 has ended. Thread 3 has, too, and another one has its number.
+        let after = waits(&[("1", 150), ("3", 40), ("4", 30)]);
+        assert!((waited(&before, &after) - 0.08).abs() < 1e-9);
+        let process = std::process::id();
+        let of_this = super::waits(process).unwrap();
+        assert!(of_this.contains_key(std::ffi::OsStr::new(&process.to_string())), "the main thread");
     }
 
     #[tokio::test]

@@ -9,7 +9,7 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use larder_format::{NamespaceDescriptor, PageKey, chunk_crcs, page_keys};
 use larder_wire::{
-    CommitOutcome, Delivery, Entry, Frame, FrameReader, HEADER_BYTES, MAX_BODY_BYTES, PROTOCOL_VERSION,
+    CommitOutcome, Delivery, Entry, Frame, FrameReader, HEADER_BYTES, MAX_BODY_BYTES, MAX_KEYS, PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN, PartLocation, PinKind, Request, ReserveOutcome, Reserved, Response,
 };
 use larder_worker::Role;
@@ -32,10 +32,12 @@ const DEADLINE_MS: u32 = 30_000;
 const FLOOD_PAGES: u64 = 4;
 const FLOOD_PAUSE: Duration = Duration::from_millis(100);
 /// Pages that each squatter reserves ahead of the honest clients.
-const SQUATTED_PAGES: u64 = 32;
+const SQUATTED_PAGES: u64 = 64;
 pub const SQUATTED_EACH: u64 = 4;
 const SQUATTED_PROMPTS: u64 = 4;
 const SQUAT_TIME: Duration = Duration::from_secs(5);
+/// Lookups of the maximum size that a client sends without a pause.
+const LOOKUPS: usize = 4;
 
 /// Attacks on the data port, with their number of clients and their pause.
 pub fn attacks() -> Vec<Attack> {
@@ -48,6 +50,7 @@ pub fn attacks() -> Vec<Attack> {
         attack("unread members", 8, 5_000, unread_members),
         attack("unread follows", 8, 5_000, unread_follows),
         attack("unread gets", 8, 5_000, unread_gets),
+        attack("large lookups", 2, 500, large_lookups),
         attack("squatted pages", 2, 1_000, squat_pages),
         attack("squatted prompts", 2, 500, squat_prompts),
         attack("flood of puts and pins", 2, 200, flood),
@@ -101,14 +104,7 @@ fn hello(namespace: Option<NamespaceDescriptor>) -> Request {
 }
 
 fn reserve(keys: Vec<PageKey>, part_bytes: &[u32]) -> Request {
-    let page = |key| Reserved {
-        key,
-        parent: PageKey::NONE,
-        position: 0,
-        ttl_ms: 0,
-        part_bytes: part_bytes.to_vec(),
-        copy_of: None,
-    };
+    let page = |key| Reserved::first(key, part_bytes.to_vec());
     Request::Reserve(keys.into_iter().map(page).collect())
 }
 
@@ -218,6 +214,29 @@ fn unread_gets(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
         }
         stranger.record_effect();
         hold(raw).await
+    }
+    .boxed()
+}
+
+/// Looks up as many pages as a request may name, several times without a pause.
+fn large_lookups(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
+    async move {
+        let mut raw = Raw::connect(&stranger, Some(own_namespace("lookups"))).await?;
+        let keys: Vec<PageKey> = (0..MAX_KEYS as u64).map(|number| page_key(u64::MAX - number)).collect();
+        let request = Request::Locate(keys);
+        for _ in 0..LOOKUPS {
+            let mut frame = request.frame(PROTOCOL_VERSION, raw.next.into(), DEADLINE_MS, None);
+            frame.number(raw.next);
+            raw.next += 1;
+            send(&mut raw.write, &frame.head).await?;
+        }
+        let mut located = 0;
+        for _ in 0..LOOKUPS {
+            located += usize::from(matches!(raw.receive().await?, Response::Located(_)));
+        }
+        ensure!(located > 0, "the node refused all lookups");
+        stranger.record_effect();
+        Ok(())
     }
     .boxed()
 }
@@ -376,6 +395,8 @@ fn engine_info(stranger: &Stranger, number: u64) -> Result<String> {
         numerics: String::new(),
         max_context: 4096,
         page_tokens: 32,
+        request_bytes_max: 0,
+        requests_max: 0,
     };
     Ok(serde_json::to_string(&info)?)
 }

@@ -24,6 +24,8 @@ use tokio_util::sync::CancellationToken;
 /// Time in which an honest request must be served, with all its retries.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 const CHAT_PAUSE: Duration = Duration::from_millis(100);
+/// Pause between two requests of a page or a value. Short, because a 99th percentile needs many
+/// samples.
 const PAGE_PAUSE: Duration = Duration::from_millis(20);
 /// Pause before a retry whose answer names none.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
@@ -35,7 +37,7 @@ const PROMPT_TOKENS: u32 = 100;
 /// Upper bound of token ids in prompts. Every tokenizer has a larger vocabulary.
 const TOKEN_IDS: u32 = 2000;
 /// Gets between two puts, and the youngest pages that they read.
-const GETS_PER_PUT: u64 = 4;
+const GETS_PER_PUT: u64 = 2;
 const WORKING_SET: u64 = 32;
 /// Failures whose cause is kept.
 const CAUSES_MAX: usize = 8;
@@ -106,6 +108,17 @@ impl Samples {
         self.wrong += wrong;
         self.missed += missed;
         Ok(())
+    }
+
+    /// Values between which the true 99th percentile lies with a probability of about 95 %. The
+    /// number of samples below it has a binomial distribution, here in its normal approximation.
+    pub fn p99_range(&self) -> [u64; 2] {
+        const QUANTILE: f64 = 0.99;
+        const DEVIATIONS: f64 = 1.96;
+        let samples = self.microseconds.len().max(1) as f64;
+        let deviation = DEVIATIONS * (QUANTILE * (1.0 - QUANTILE) / samples).sqrt();
+        let range = [(QUANTILE - deviation).max(0.0), (QUANTILE + deviation).min(1.0)];
+        range.map(|quantile| self.microseconds.value_at_quantile(quantile))
     }
 
     fn record(&mut self, begin: Instant) {
@@ -323,7 +336,7 @@ async fn move_pages(target: Arc<Target>, stop: CancellationToken) -> Result<(Sam
 
 /// Returns `true` if the page is in the store.
 async fn put_page(client: &Client, number: u64, samples: &mut Samples) -> bool {
-    let page = NewPage { key: page_key(number), parent: PageKey::NONE, position: 0 };
+    let page = NewPage::first(page_key(number));
     let content = page_content(number);
     let options = PutOptions { busy_retries: u32::MAX, ..PutOptions::default() };
     let begin = Instant::now();
@@ -376,7 +389,7 @@ async fn set_and_get_values(target: Arc<Target>, stop: CancellationToken) -> Res
                 client = connect().await.context("the Redis port cannot be reached again")?;
             }
         }
-        if stop.run_until_cancelled(tokio::time::sleep(CHAT_PAUSE)).await.is_none() {
+        if stop.run_until_cancelled(tokio::time::sleep(PAGE_PAUSE)).await.is_none() {
             return Ok(samples);
         }
     }

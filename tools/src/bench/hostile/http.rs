@@ -22,6 +22,7 @@ pub fn attacks() -> Vec<Attack> {
         attack("large JSON bodies", 2, 4_000, large_json),
         attack("long prompts", 2, 2_000, long_prompt),
         attack("long chats", 2, 2_000, long_chat),
+        attack("forgets", 4, 500, forget),
         attack("unread streams", 8, 5_000, unread_stream),
         attack("unread metrics", 8, 5_000, unread_metrics),
         attack("nonsense requests", 4, 500, nonsense),
@@ -85,7 +86,11 @@ pub fn http(stranger: &Stranger) -> Result<reqwest::Client> {
 
 /// Sends a request to the OpenAI API and waits for the whole answer, whatever its status.
 async fn post(stranger: &Stranger, path: &str, body: String) -> Result<()> {
-    let (mut answer, mut request) = stranger.connect(stranger.target.ports.api).await?.into_split();
+    post_to(stranger, stranger.target.ports.api, path, body).await
+}
+
+async fn post_to(stranger: &Stranger, port: SocketAddr, path: &str, body: String) -> Result<()> {
+    let (mut answer, mut request) = stranger.connect(port).await?.into_split();
     let head = format!(
         "POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Type: application/json\r\n\
          Content-Length: {}\r\n\r\n",
@@ -111,6 +116,19 @@ fn large_json(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
         let objects = "{\"\":0},".repeat(15 * MIB / 7);
         let body = format!("{{\"model\":\"larder-tiny\",\"messages\":[],\"metadata\":[{objects}0]}}");
         post(&stranger, "/v1/chat/completions", body).await
+    }
+    .boxed()
+}
+
+/// Has the decode engine forget a prefix that no request had, and hold its keys.
+fn forget(stranger: Stranger) -> BoxFuture<'static, Result<()>> {
+    async move {
+        let tokens: Vec<u32> = {
+            let mut random = rand::rng();
+            (0..64 << 10).map(|_| random.random_range(3..1000)).collect()
+        };
+        let body = json!({"tokens": tokens, "hold_ms": 60_000, "deadline_ms": 1_000}).to_string();
+        post_to(&stranger, stranger.target.ports.decode, "/v1/forget", body).await
     }
     .boxed()
 }

@@ -36,13 +36,18 @@ pub struct Resources {
     pub children: usize,
 }
 
+/// Threads that a process may have beyond its baseline. Tokio ends a thread for blocking calls when
+/// it was idle for 10 s. Calls that come once a second, as those of the scrub of L1, take such
+/// threads in turn, so up to ten of them never are.
+const IDLE_THREADS_MAX: usize = 10;
+
 impl Resources {
-    /// Resources beyond those of `baseline`.
+    /// Resources beyond those of `baseline`, and beyond [`IDLE_THREADS_MAX`].
     pub fn beyond(&self, baseline: &Resources) -> Resources {
         Resources {
             sockets: self.sockets.saturating_sub(baseline.sockets),
             descriptors: self.descriptors.saturating_sub(baseline.descriptors),
-            threads: self.threads.saturating_sub(baseline.threads),
+            threads: self.threads.saturating_sub(baseline.threads + IDLE_THREADS_MAX),
             children: self.children.saturating_sub(baseline.children),
         }
     }
@@ -91,6 +96,11 @@ impl Server {
     /// Processor time, in seconds. Includes children that have ended, such as template workers.
     pub fn cpu_seconds(&self) -> Result<f64> {
         cpu::seconds(self.child.id().with_context(|| format!("{} has ended", self.name))?)
+    }
+
+    /// Time for which its threads have waited for a processor.
+    pub fn waits(&self) -> Result<cpu::Waits> {
+        cpu::waits(self.child.id().with_context(|| format!("{} has ended", self.name))?)
     }
 
     fn proc_path(&self, file: &str) -> Result<PathBuf> {
@@ -246,6 +256,11 @@ impl Servers {
     /// Processor time of every server in seconds, in the order of [`Servers::all`].
     pub fn cpu_seconds(&self) -> Result<Vec<f64>> {
         self.all.iter().map(Server::cpu_seconds).collect()
+    }
+
+    /// Waits of the threads of every server, in the order of [`Servers::all`].
+    pub fn waits(&self) -> Result<Vec<cpu::Waits>> {
+        self.all.iter().map(Server::waits).collect()
     }
 
     /// Resources of every server, in the order of [`Servers::all`].

@@ -21,10 +21,11 @@ use tokio_util::task::AbortOnDropHandle;
 
 /// Templates that take more than a router may give them: memory in one instruction, and time.
 const TEMPLATES: [&str; 3] = [
-    "{% set ns = namespace(x='0123456789') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-    "{{ [1, [2, [3]]] | tojson(indent=1000000000) }}",
+    // The first one, so that short runs have one that takes all of its time.
     "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}\
      {% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+    "{% set ns = namespace(x='0123456789') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{{ [1, [2, [3]]] | tojson(indent=1000000000) }}",
 ];
 pub const NAME: &str = "hostile templates";
 /// Maximum time until a router serves a model.
@@ -58,6 +59,8 @@ impl OwnModel {
             numerics: String::new(),
             max_context: 4096,
             page_tokens: own_namespace(&name).geometry.page_tokens,
+            request_bytes_max: 0,
+            requests_max: 0,
         };
         let info = serde_json::to_string(&info)?;
         let files = Arc::new((info.clone(), TEMPLATES[template], stranger.target.model_dir.clone()));

@@ -25,8 +25,7 @@ const DISCONNECT_INTERVAL: Duration = Duration::from_millis(100);
 const PROBE_INTERVAL: Duration = Duration::from_millis(5);
 
 fn reserve(request: u64, key: PageKey) -> Frame {
-    let part_bytes = vec![PAGE_BYTES as u32];
-    let page = Reserved { key, parent: PageKey::NONE, position: 0, ttl_ms: 0, part_bytes, copy_of: None };
+    let page = Reserved::first(key, vec![PAGE_BYTES as u32]);
     Request::Reserve(vec![page]).frame(VERSION, request, 1000, None)
 }
 

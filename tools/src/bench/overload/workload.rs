@@ -165,14 +165,7 @@ impl LoadConnection {
     }
 
     fn put(&self, numbers: Vec<u64>, operation: Operation) -> bool {
-        let reserved = |&number| Reserved {
-            key: PageSet::key(number),
-            parent: PageKey::NONE,
-            position: 0,
-            ttl_ms: 0,
-            part_bytes: vec![self.pages.page_bytes as u32],
-            copy_of: None,
-        };
+        let reserved = |&number| Reserved::first(PageSet::key(number), vec![self.pages.page_bytes as u32]);
         let request = Request::Reserve(numbers.iter().map(reserved).collect());
         self.send_request(&request, PendingRequest::Reserve(numbers, operation))
     }
@@ -503,7 +496,7 @@ async fn put_pinned_pages(address: &str, pages: &PageSet) -> Result<()> {
     ensure!(client.ready(Duration::from_secs(10)).await, "the node cannot be reached");
     let deadline = Instant::now() + Duration::from_secs(10);
     for number in 0..pages.pinned_pages() {
-        let page = NewPage { key: PageSet::key(number), parent: PageKey::NONE, position: 0 };
+        let page = NewPage::first(PageSet::key(number));
         let pages = vec![(page, pages.content(number).0.clone())];
         let outcomes = client.put_pages(pages, PutOptions::default(), deadline).await;
         ensure!(outcomes == [PutOutcome::Stored], "the node did not store a pinned page: {outcomes:?}");

@@ -26,6 +26,7 @@ fn page(n: u64, blocks: u64) -> PageMeta {
         expires_unix_ms: 0,
         part_bytes: vec![bytes],
         chunk_crcs,
+        token_ids: Vec::new(),
     }
 }
 

@@ -131,7 +131,7 @@ fn unreadable_footer_falls_back_to_record_headers() {
 pub(super) struct FaultlessLog {
     pub(super) log: Log,
     pub(super) generation: u64,
-    copied: u64,
+    pub(super) copied: u64,
     /// By generation.
     pub(super) ids: BTreeMap<u64, PageId>,
 }

@@ -1,4 +1,4 @@
-//! Evictions of a segment, slice by slice.
+//! Evictions of a segment, slice by slice, and the copies before them.
 
 use super::cases::FaultlessLog;
 use super::*;
@@ -131,4 +131,25 @@ fn hard_pin_during_the_wait_for_writes_is_refused_or_kept() {
         driver.put(key);
     });
     assert_eq!(driver.log.find(&page, 0).is_some(), pinned.is_ok(), "{pinned:?}");
+}
+
+/// The room for copies goes to used pages of higher worth, wherever they are in their segment.
+#[test]
+fn used_pages_of_higher_worth_are_copied_first() {
+    let mut driver = FaultlessLog::new(8, 10);
+    let ids: Vec<PageId> = (0..90).map(|key| driver.put(key)).collect();
+    for (ids, worth) in ids.chunks(30).zip([Worth::Low, Worth::Usual, Worth::High]) {
+        ids.iter().for_each(|id| driver.log.entries().rank(id, worth));
+    }
+    for key in 1000..5000 {
+        driver.put(key);
+        if driver.copied > 0 {
+            break;
+        }
+    }
+    driver.work();
+    let left_of = |ids: &[PageId]| ids.iter().filter(|id| driver.log.find(id, 0).is_some()).count();
+    let left: Vec<usize> = ids.chunks(30).map(left_of).collect();
+    assert!(left[0] == 0 && left[2] > 0, "{left:?}");
+    assert!(left[1] == 0 || left[2] == 30, "{left:?}");
 }

@@ -30,6 +30,7 @@ fn page_of(generation: u64, blocks: u64) -> PageMeta {
         expires_unix_ms: 0,
         part_bytes: vec![bytes],
         chunk_crcs: vec![0; PageMeta::chunks_of(bytes)],
+        token_ids: Vec::new(),
     }
 }
 
@@ -51,15 +52,18 @@ fn found(log: &Log, namespace: u64, numbers: std::ops::Range<u64>) -> usize {
 }
 
 /// Floors of these namespaces, each one part of `parts`.
-fn floors(parts: usize, of: &[u64]) -> Floors {
-    of.iter().map(|&number| (namespace(number), FloorPart::ALL.divided_by(parts))).collect()
+fn floors(parts: u64, of: &[u64]) -> Arc<SharedFloors> {
+    let floors = SharedFloors::default();
+    let weights: Vec<_> = of.iter().map(|&number| (namespace(number), 1)).collect();
+    floors.change(&[], &weights, parts);
+    Arc::new(floors)
 }
 
 #[test]
 fn burst_of_another_namespace_evicts_no_page_below_the_floor() {
     for (floors, expected) in [(floors(2, &[]), 0), (floors(2, &[2]), 0), (floors(2, &[1, 2]), 100)] {
         let mut log = big_log(u64::MAX);
-        log.set_floors(floors);
+        log.share_floors(floors);
         put_pages(&mut log, 1, 0..100);
         put_pages(&mut log, 2, 0..10_000);
         assert_eq!(found(&log, 1, 0..100), expected);
@@ -73,7 +77,7 @@ fn burst_of_another_namespace_evicts_no_page_below_the_floor() {
 fn namespace_falls_to_its_floor_and_no_further() {
     let floor = LOG_BYTES / 4;
     let mut log = big_log(u64::MAX);
-    log.set_floors(floors(2, &[1, 2]));
+    log.share_floors(floors(2, &[1, 2]));
     put_pages(&mut log, 1, 0..4000);
     assert!(log.index.namespace_bytes(&namespace(1)) > LOG_BYTES / 10 * 9, "alone it has nearly everything");
     let mut least = u64::MAX;
@@ -94,7 +98,7 @@ fn namespace_falls_to_its_floor_and_no_further() {
 fn copies_of_large_pages_leave_turns_to_writers() {
     const BLOCKS: u64 = 34;
     let mut log = big_log(u64::MAX);
-    log.set_floors(floors(2, &[1, 2]));
+    log.share_floors(floors(2, &[1, 2]));
     let mut put = |namespace: u64, n: u64| {
         let page = page_of(namespace << 32 | n, BLOCKS);
         let mut steps = 0_u64;
@@ -122,7 +126,7 @@ fn copies_of_large_pages_leave_turns_to_writers() {
 fn used_pages_of_a_namespace_leave_last() {
     let floor = LOG_BYTES / 8;
     let mut log = big_log(u64::MAX);
-    log.set_floors(floors(4, &[1, 2]));
+    log.share_floors(floors(4, &[1, 2]));
     put_pages(&mut log, 1, 0..300);
     (0..300).step_by(3).for_each(|n| log.entries().touch(&page(1, n).id));
     put_pages(&mut log, 2, 0..3000);
@@ -136,7 +140,7 @@ fn used_pages_of_a_namespace_leave_last() {
 fn full_index_keeps_pages_below_the_floor() {
     let mut log = big_log(0);
     let max = log.counts().pages_max;
-    log.set_floors(floors(2, &[1, 2]));
+    log.share_floors(floors(2, &[1, 2]));
     let kept = max / 32;
     put_pages(&mut log, 1, 0..kept);
     put_pages(&mut log, 2, 0..10_000);
@@ -152,7 +156,7 @@ fn full_index_keeps_pages_below_the_floor() {
 #[test]
 fn floors_shrink_with_the_log_when_the_file_system_is_full() {
     let mut log = big_log(u64::MAX);
-    log.set_floors(floors(2, &[1, 2]));
+    log.share_floors(floors(2, &[1, 2]));
     for n in 0.. {
         put_with(&mut log, &page(1, n), page_of);
         match log.next_intent() {
@@ -193,7 +197,7 @@ proptest! {
     ) {
         let floor = LOG_BYTES / 8;
         let mut log = big_log(u64::MAX);
-        log.set_floors(floors(4, &[1, 2, 3, 4]));
+        log.share_floors(floors(4, &[1, 2, 3, 4]));
         let mut put = BTreeMap::<u64, u64>::new();
         for (number, pages) in bursts {
             let first = put.get(&number).copied().unwrap_or(0);

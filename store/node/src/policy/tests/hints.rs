@@ -30,6 +30,19 @@ fn demoted_page_leaves_first_until_it_is_used_again() {
 }
 
 #[test]
+fn l3_learns_of_hits_when_l2_evicts_a_page_that_was_not_demoted() {
+    let mut policy = full(4);
+    hit(&mut policy, 1);
+    hit(&mut policy, 2);
+    hint(&mut policy, &[id(1, 2)], Hint::Demote);
+    let outs: Vec<PolicyActions> = (5..9).map(|number| put(&mut policy, page(number))).collect();
+    let evicted: Vec<PageId> = outs.iter().flat_map(|out| out.evict.iter().map(|gone| gone.0)).collect();
+    assert_eq!(evicted, [2, 3, 4, 1].map(|number| id(1, number)));
+    let told: Vec<(PageId, Outlook)> = outs.iter().flat_map(|out| out.touch.iter().copied()).collect();
+    assert_eq!(told, [(id(1, 1), Outlook::Unclear)], "the policy has learnt nothing yet");
+}
+
+#[test]
 fn hint_reaches_pages_of_its_namespace_only() {
     let mut policy = full(8);
     assert_eq!(hint(&mut policy, &[id(2, 5)], Hint::Demote), (0, true));

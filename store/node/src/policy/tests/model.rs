@@ -21,6 +21,7 @@ enum Call {
     Writable(bool),
     Flush,
     Lost(u32),
+    Floor { namespace: u8, units: u32 },
 }
 
 fn call() -> impl Strategy<Value = Call> {
@@ -40,6 +41,7 @@ fn call() -> impl Strategy<Value = Call> {
         1 => any::<bool>().prop_map(Call::Writable),
         1 => Just(Call::Flush),
         1 => number().prop_map(Call::Lost),
+        1 => (0..2u8, 0..4u32).prop_map(|(namespace, units)| Call::Floor { namespace, units }),
     ]
 }
 
@@ -130,7 +132,7 @@ impl Model {
             Call::Load { number, parent } => {
                 let page = self.facts(number, parent, 1, 0);
                 if !self.residents.contains_key(&page.id) {
-                    self.policy.loaded(page, self.now_ms, &mut out);
+                    self.policy.loaded(page, number.is_multiple_of(3), self.now_ms, &mut out);
                     self.arrive(page, true, out);
                 }
             }
@@ -185,6 +187,9 @@ impl Model {
                 self.policy.lost_on_l3(&id((number % 2) as u8, number), &mut out);
                 self.apply(out, None);
             }
+            Call::Floor { namespace, units } => {
+                self.policy.set_floors(&[(NamespaceId([namespace; 32]), u64::from(units * UNIT))]);
+            }
         }
         self.check();
     }
@@ -233,6 +238,7 @@ impl Model {
         let pinned = self.residents.values().filter(|resident| resident.pin.is_some()).count();
         assert_eq!(self.policy.pinned(), (pinned, self.held_bytes()));
         assert!(self.held_bytes() <= PAGES * u64::from(UNIT) / 4);
+        self.policy.check_floors_of_pins();
         let mut soft: BTreeMap<NamespaceId, u64> = BTreeMap::new();
         for resident in self.residents.values().filter(|r| matches!(r.pin, Some((PinKind::Soft, _)))) {
             *soft.entry(resident.page.id.namespace).or_default() += bytes(resident);

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Entry, Hint, MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, VERSION_COPIES};
+use crate::{Entry, Hint, MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, VERSION_COPIES, VERSION_TOKEN_IDS};
 use larder_format::{PageKey, chunk_crcs};
 use proptest::prelude::*;
 
@@ -7,7 +7,7 @@ const KEY: PageKey = PageKey([1; 32]);
 const ENTRY: Entry = Entry { request: 3, index: 1 };
 
 fn reserved(parts: usize) -> Reserved {
-    Reserved { key: KEY, parent: PageKey::NONE, position: 7, ttl_ms: 1, part_bytes: vec![1; parts], copy_of: None }
+    Reserved { position: 7, ttl_ms: 1, ..Reserved::first(KEY, vec![1; parts]) }
 }
 
 fn part(crcs: Vec<u32>, bytes: PartLocation) -> Request {
@@ -22,10 +22,12 @@ fn samples() -> Vec<Request> {
         Request::Get { keys: vec![], by: Delivery::Inline },
         Request::Get { keys: vec![], by: Delivery::InPlace },
         Request::GetRanges { ranges: vec![PageRange { key: KEY, bytes: 3..9 }; 2], by: Delivery::Rdma(vec![3, 1]) },
-        Request::Lookup { keys: vec![KEY], hold_ms: 5 },
+        Request::Lookup { keys: vec![KEY], hold_ms: 5, load_l3: true },
+        Request::Lookup { keys: vec![KEY], hold_ms: 5, load_l3: false },
         Request::Release(vec![ENTRY; 2]),
         Request::Reserve(vec![reserved(2)]),
         Request::Reserve(vec![reserved(1), Reserved { copy_of: Some(1 << 40), ..reserved(2) }]),
+        Request::Reserve(vec![Reserved { token_ids: vec![0, 7, u32::MAX], ..reserved(1) }, reserved(1)]),
         part(crcs.clone(), PartLocation::Inline),
         part(crcs.clone(), PartLocation::Rdma),
         part(crcs, PartLocation::SharedMemory { offset: 1 << 40, bytes: 7 }),
@@ -50,6 +52,8 @@ fn samples() -> Vec<Request> {
         Request::RdmaProgress { entry: ENTRY, part: None, bytes: 7 },
         Request::Hint { keys: vec![KEY; 2], generated: Some(300), hint: Hint::None, retain_ms: 0 },
         Request::Hint { keys: vec![KEY], generated: None, hint: Hint::Retain, retain_ms: 60_000 },
+        Request::Explain(vec![KEY; 2]),
+        Request::Extents(vec![KEY; 2]),
     ]
 }
 
@@ -90,10 +94,11 @@ fn with_length(row: &MessageInfo, limit: &str, count: usize) -> Request {
             Request::GetRanges { ranges: vec![PageRange { key: KEY, bytes: 0..1 }; count], by: Delivery::Inline }
         }
         ("GetRanges", "channels") => Request::GetRanges { ranges: vec![], by },
-        ("Lookup", "keys") => Request::Lookup { keys, hold_ms: 0 },
+        ("Lookup", "keys") => Request::Lookup { keys, hold_ms: 0, load_l3: true },
         ("Release", "entries") => Request::Release(vec![ENTRY; count]),
         ("Reserve", "pages") => Request::Reserve(vec![reserved(1); count]),
         ("Reserve", "parts") => Request::Reserve(vec![reserved(count)]),
+        ("Reserve", "tokens") => Request::Reserve(vec![Reserved { token_ids: vec![1; count], ..reserved(1) }]),
         ("Part", "crcs") => part(vec![0; count], PartLocation::Inline),
         ("Commit", "puts") => Request::Commit(vec![ENTRY; count]),
         ("Warm", "keys") => Request::Warm(keys),
@@ -104,6 +109,8 @@ fn with_length(row: &MessageInfo, limit: &str, count: usize) -> Request {
         ("Compare", "crcs") => Request::Compare { key: KEY, crcs: vec![0; count] },
         ("Pin", "keys") => Request::Pin { keys, kind: PinKind::Soft, ttl_ms: 1 },
         ("Pins", "keys") => Request::Pins(keys),
+        ("Explain", "keys") => Request::Explain(keys),
+        ("Extents", "keys") => Request::Extents(keys),
         ("Hint", "keys") => Request::Hint { keys, generated: None, hint: Hint::Demote, retain_ms: 0 },
         ("RdmaChannels", "closed") => Request::RdmaChannels { closed: vec![0; count], offered: vec![] },
         ("RdmaChannels", "offered") => Request::RdmaChannels {
@@ -145,5 +152,28 @@ proptest! {
         let decoded = Request::decode(version, RequestKind::Reserve as u8, &body);
         let known = |page: Reserved| Reserved { copy_of: page.copy_of.filter(|_| version >= VERSION_COPIES), ..page };
         prop_assert_eq!(decoded, Ok(Request::Reserve(pages.into_iter().map(known).collect())));
+    }
+
+    #[test]
+    fn reserved_pages_keep_their_token_ids_from_version_9_on(
+        lists in prop::collection::vec(prop::collection::vec(any::<u32>(), 0..=MAX_TOKEN_IDS), 0..4),
+        version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION,
+    ) {
+        let pages: Vec<Reserved> = lists.into_iter().map(|token_ids| Reserved { token_ids, ..reserved(2) }).collect();
+        let body = Request::Reserve(pages.clone()).encode(version);
+        let decoded = Request::decode(version, RequestKind::Reserve as u8, &body);
+        let known = |page: Reserved| match version {
+            VERSION_TOKEN_IDS.. => page,
+            _ => Reserved { token_ids: Vec::new(), ..page },
+        };
+        prop_assert_eq!(decoded, Ok(Request::Reserve(pages.into_iter().map(known).collect())));
+    }
+
+    #[test]
+    fn reserve_that_ends_inside_its_token_ids_is_refused(ids in 1..=MAX_TOKEN_IDS, cut in 1usize..4) {
+        let page = Reserved { token_ids: vec![1; ids], ..reserved(1) };
+        let body = Request::Reserve(vec![page]).encode(PROTOCOL_VERSION);
+        let decoded = Request::decode(PROTOCOL_VERSION, RequestKind::Reserve as u8, &body[..body.len() - cut]);
+        prop_assert!(decoded.is_err());
     }
 }

@@ -1,6 +1,6 @@
 use super::*;
-use crate::{MessageInfo, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, PinKind, RESPONSES};
-use larder_format::{PageId, PageKey};
+use crate::{MessageInfo, MissReason, PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, PinKind, RESPONSES};
+use larder_format::{NamespaceFields, PageId, PageKey};
 use proptest::prelude::*;
 use std::ops::Range;
 
@@ -24,6 +24,14 @@ fn arena_page(index: u32, bytes: Range<u32>) -> ArenaPage {
 
 fn put_end(outcome: CommitOutcome, generation: u64) -> PutEnd {
     PutEnd { outcome, generation }
+}
+
+fn explanation(reason: MissReason, differing: NamespaceFields) -> Explanation {
+    Explanation { reason, at_unix_ms: 9, differing }
+}
+
+fn extent(file: u32) -> Option<Extent> {
+    Some(Extent { file, offset: 1 << 40, meta: meta() })
 }
 
 fn samples() -> Vec<Response> {
@@ -57,6 +65,11 @@ fn samples() -> Vec<Response> {
         Response::Members(vec![MemberEntry { name: "a".into(), info: "{}".into() }]),
         Response::Status("{}".into()),
         Response::Pins(vec![None, Some(PagePin { kind: PinKind::Hard, remaining_ms: 7 })]),
+        Response::Explained(vec![
+            explanation(MissReason::Evicted, NamespaceFields::default()),
+            explanation(MissReason::OtherNamespace, NamespaceFields::DTYPE | NamespaceFields::TENANT),
+        ]),
+        Response::Extents { files: 2, extents: vec![None, extent(1), extent(0)] },
         Response::Error { code: ErrorCode::Busy, message: "later".into() },
     ]
 }
@@ -108,8 +121,12 @@ fn with_length(row: &MessageInfo, limit: &str, count: usize) -> Response {
         ("Error", "message") => Response::Error { code: ErrorCode::Busy, message: text },
         ("RdmaChannels", "accepted") => Response::RdmaChannels(vec![ENDPOINT; count]),
         ("PartGrants", "grants") => Response::PartGrants(vec![GRANT; count]),
+        ("Extents", "extents") => Response::Extents { files: 1, extents: vec![extent(0); count] },
         ("ArenaPages", "pages") => Response::ArenaPages(vec![arena_page(0, 0..1); count]),
         ("Pins", "pins") => Response::Pins(vec![None; count]),
+        ("Explained", "explanations") => {
+            Response::Explained(vec![explanation(MissReason::Evicted, NamespaceFields::default()); count])
+        }
         (name, limit) => panic!("no message to test the limit of {limit} in {name}"),
     }
 }
@@ -136,6 +153,31 @@ fn page_without_a_pin_has_one_encoding() {
 }
 
 #[test]
+fn only_another_namespace_differs_in_fields() {
+    for (reason, differing) in
+        [(MissReason::Evicted, NamespaceFields::WEIGHTS), (MissReason::OtherNamespace, NamespaceFields::default())]
+    {
+        let body = Response::Explained(vec![explanation(reason, differing)]).encode(PROTOCOL_VERSION);
+        assert!(Response::decode(PROTOCOL_VERSION, ResponseKind::Explained as u8, &body).is_err(), "{reason:?}");
+    }
+}
+
+#[test]
+fn retired_namespace_is_a_malformed_put_to_older_clients() {
+    let refused = Response::Reserved { outcomes: vec![ReserveOutcome::Retired], retry_after_ms: 0 };
+    for version in PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION {
+        let body = refused.encode(version);
+        let decoded = Response::decode(version, ResponseKind::Reserved as u8, &body).unwrap();
+        let outcome = if version < VERSION_EXPLAIN { ReserveOutcome::Malformed } else { ReserveOutcome::Retired };
+        assert_eq!(decoded, Response::Reserved { outcomes: vec![outcome], retry_after_ms: 0 });
+        // The code itself, of a node that ignores the version.
+        let newest = refused.encode(PROTOCOL_VERSION);
+        let is_known = Response::decode(version, ResponseKind::Reserved as u8, &newest).is_ok();
+        assert_eq!(is_known, version >= VERSION_EXPLAIN, "one encoding per message");
+    }
+}
+
+#[test]
 fn only_stored_bytes_have_a_generation() {
     let with_generation = Response::Committed(vec![put_end(CommitOutcome::Refused, 7)]).encode(PROTOCOL_VERSION);
     assert!(Response::decode(PROTOCOL_VERSION, ResponseKind::Committed as u8, &with_generation).is_err());
@@ -159,4 +201,15 @@ proptest! {
         let known = |end: PutEnd| if version >= VERSION_COPIES { end } else { put_end(end.outcome, 0) };
         prop_assert_eq!(decoded, Ok(Response::Committed(ends.into_iter().map(known).collect())));
     }
+}
+
+#[test]
+fn extent_names_a_file_that_the_answer_has() {
+    let decode = |files, file| {
+        let body = Response::Extents { files, extents: vec![extent(file)] }.encode(PROTOCOL_VERSION);
+        Response::decode(PROTOCOL_VERSION, ResponseKind::Extents as u8, &body)
+    };
+    let most = MAX_EXTENT_FILES as u32;
+    assert!(decode(1, 0).is_ok() && decode(most, most - 1).is_ok());
+    assert!(decode(1, 1).is_err() && decode(0, 0).is_err() && decode(most + 1, 0).is_err());
 }
