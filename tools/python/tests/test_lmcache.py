@@ -1,6 +1,7 @@
 """The plug-in and the L2 adapter answer the calls of LMCache."""
 
 import sys
+import threading
 import time
 import types
 
@@ -189,12 +190,23 @@ def test_layouts_of_the_length_of_an_object_are_accepted():
     assert parse_layout([[[7, 0, 0, 0]], ["None"], 5], 7)[1:] == ([None], MemoryFormat.BINARY_BUFFER)
 
 
+def held(call, gate):
+    """`call`, which first waits until the event `gate` is set."""
+
+    def held_call(*arguments):
+        gate.wait(LONG)
+        return call(*arguments)
+
+    return held_call
+
+
 def test_cancelled_calls_release_their_memory(node):
-    remote = connect(node, load_timeout=3, store_timeout=3)
+    remote = connect(node)
+    values = remote.connector.values
     content = put(remote, chunk(1), filled(remote, 1))
-    # The head is known, so a read allocates memory and then waits.
-    assert remote.contains(chunk(1))
-    node.pause()
+    # Both calls wait where they would move bytes: the read has memory of LMCache then.
+    gate = threading.Event()
+    values.get, values.put = held(values.get, gate), held(values.put, gate)
     try:
         future = remote.start(remote.connector.get(chunk(1)))
         assert eventually(lambda: remote.backend.live() == 1)
@@ -206,8 +218,9 @@ def test_cancelled_calls_release_their_memory(node):
         # LMCache drops its reference; the thread still has one.
         other.ref_count_down()
         assert other.references == 1
+        assert remote.backend.live() == 2
     finally:
-        node.resume()
+        gate.set()
     assert eventually(lambda: remote.backend.live() == 0)
     assert eventually(lambda: (each := remote.get(chunk(1))) and each.content() == content)
     remote.close()
