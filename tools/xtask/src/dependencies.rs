@@ -14,7 +14,7 @@ const PARKING: &str = "parking_lot_core";
 pub fn check(root: &Path) -> Result<()> {
     let output = Command::new("cargo")
         .args(["tree", "--workspace", "--invert", PARKING, "--edges", "normal"])
-        .args(["--prefix", "none", "--format", "{p}", "--offline", "--locked"])
+        .args(["--prefix", "none", "--format", "{p}", "--locked"])
         .current_dir(root)
         .output()
         .context("run cargo tree")?;
