@@ -239,7 +239,8 @@ class Remote:
         assert adapter.can_parse(address)
         self.connector = adapter.create_connector(Context(address, self.backend, config, Metadata(), name))
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
+        # A daemon: a test that fails before `close` would keep the interpreter alive for ever.
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
     def start(self, call: Any) -> Any:
