@@ -91,12 +91,14 @@ def report(options, rounds):
     def median(system, figure):
         return statistics.median(r[figure] for r in rounds[system])
 
-    bandwidth, weights = median("larder", "bandwidth"), median("larder", "weight_bytes")
+    bandwidth = median("larder", "bandwidth")
+    weights, kv = median("larder", "weight_bytes"), median("larder", "kv_bytes")
     prefill, decode = median("larder", "prefill"), median("larder", "decode")
-    allowed = bandwidth / weights
+    allowed = bandwidth / (weights + kv)
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "unknown")
     print(f"{options.geometry}, {options.format}, prompt of {options.prompt} tokens, median of {options.rounds} rounds;")
-    print(f"{os.cpu_count()} × {cpu}; memory reads {bandwidth / 1e9:.1f} GB/s, {weights / 1e9:.3f} GB of weights\n")
+    print(f"{os.cpu_count()} × {cpu}; memory reads {bandwidth / 1e9:.1f} GB/s")
+    print(f"A token reads {weights / 1e9:.3f} GB of weights and {kv / 1e9:.3f} GB of KV.\n")
     print("| | prefill, tokens/s | decode, tokens/s |\n| --- | --- | --- |")
     print(f"| Larder | {prefill:.1f} | {decode:.1f} |")
     print(f"| llama.cpp | {median('llama.cpp', 'prefill'):.1f} | {median('llama.cpp', 'decode'):.1f} |")

@@ -2,9 +2,10 @@
 //! larder-model --example measure -- [FOLDER] [OPTIONS]`. The options are `--prompt TOKENS`,
 //! `--repeats N`, `--steps N`, `--sequences N,N`, `--q8`, `--activations f32` and `--json`.
 //!
-//! Decode is bound by the bandwidth of memory: every token reads all weights. So the program also
-//! measures how fast this machine reads memory, before and after each measurement of decode. On a
-//! shared machine this speed changes from second to second, so each ratio has its own.
+//! Decode is bound by the bandwidth of memory: every token reads all weights, and the keys and
+//! values of all tokens before it. So the program also measures how fast this machine reads memory,
+//! before and after each measurement of decode. On a shared machine this speed changes from second
+//! to second, so each ratio has its own.
 
 use larder_kernels::cpu::argmax;
 use larder_model::{Activations, Chunk, KvPool, LoadOptions, LogitRows, Model, PageSlot, WeightFormat, numerics};
@@ -78,9 +79,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let speeds = (0..repeats).map(|_| prompt as f64 / prefill(&model, prompt).as_secs_f64()).collect();
     let prefill = figure(speeds);
     println!("prefill of {prompt} tokens: {prefill} tokens/s");
-    let bytes = weight_bytes(&folder, weights)?;
+    let weight_bytes = weight_bytes(&folder, weights)?;
+    let kv_bytes = kv_bytes(&model, prompt + repeats * steps / 2);
     let mut figures = json!({
-        "prefill": prefill.median, "weight_bytes": bytes, "resident_bytes": resident,
+        "prefill": prefill.median, "weight_bytes": weight_bytes, "kv_bytes": kv_bytes, "resident_bytes": resident,
         "probe_seconds": probe.as_secs_f64(),
     });
     for count in sequences {
@@ -89,8 +91,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("decode after {prompt} tokens, {count} together: {speed} tokens/s");
         if count == 1 {
             let bandwidth = figure(measured.iter().map(|(_, bandwidth)| bandwidth / 1e9).collect());
+            let bytes = weight_bytes + kv_bytes;
             let share = figure(measured.iter().map(|(speed, bandwidth)| speed * bytes / bandwidth).collect());
-            println!("memory reads: {bandwidth} GB/s; a token reads {:.3} GB of weights", bytes / 1e9);
+            let (weights, kv) = (weight_bytes / 1e9, kv_bytes / 1e9);
+            println!("memory reads: {bandwidth} GB/s; a token reads {weights:.3} GB of weights, {kv:.3} GB of KV");
             println!("decode reaches {share} of the speed of memory");
             figures["decode"] = speed.median.into();
             figures["bandwidth"] = (bandwidth.median * 1e9).into();
@@ -133,6 +137,11 @@ fn weight_bytes(folder: &Path, weights: WeightFormat) -> std::io::Result<f64> {
     // Weights of 16 bits in the file; 34 bytes for each 32 of them in memory.
     let share = if weights == WeightFormat::Q8 { 34.0 / 64.0 } else { 1.0 };
     Ok(bytes as f64 * share)
+}
+
+/// Bytes of the keys and values that a token reads after `context` others.
+fn kv_bytes(model: &Model, context: usize) -> f64 {
+    model.geometry(1).page_bytes() as f64 * context as f64
 }
 
 /// Memory of this process without mapped files.

@@ -23,7 +23,7 @@ use super::math::{LANES, exp, larger, max_lanes, sum_lanes};
 use super::vector::InstructionSet;
 use gather::GatherBlock;
 use half::{bf16, f16};
-use in_place::{Prefetch, Scores, Tokens, WeightedValues};
+use in_place::{Scores, Tokens, WeightedValues};
 use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -350,7 +350,7 @@ impl<E: KvElement> AttentionTask<'_, E> {
         for start in (span * SPAN..end).step_by(BLOCK) {
             let len = BLOCK.min(end - start);
             if self.shape.reads_in_place(self.rows) {
-                self.compute_in_place(work, start..start + len, end);
+                self.compute_in_place(work, start..start + len);
                 continue;
             }
             self.gather_block(work, start, len);
@@ -365,35 +365,29 @@ impl<E: KvElement> AttentionTask<'_, E> {
         }
     }
 
-    /// Adds a block to the sums of the only row, which sees all of its keys. Requests the next
-    /// block, up to `end`, from memory.
+    /// Adds a block to the sums of the only row, which sees all of its keys.
     #[inline(always)]
-    fn compute_in_place(&self, work: &mut Workspace, block: Range<usize>, end: usize) {
+    fn compute_in_place(&self, work: &mut Workspace, block: Range<usize>) {
         let (set, input, head_dim, padded) = (InstructionSet::best(), self.input, work.head_dim, work.span.padded);
-        let (count, heads) = (self.shape.heads_per_kv(), self.kv_heads.len());
-        let prefetch = |tokens| Prefetch { input, heads: self.kv_heads.clone(), head_dim, tokens };
-        if block.start.is_multiple_of(SPAN) {
-            // SAFETY: the machine has its best instruction set. The kernel demands nothing else.
-            unsafe { set.run(prefetch(block.clone())) };
-        }
+        let count = self.shape.heads_per_kv();
         for (index, head) in self.kv_heads.clone().enumerate() {
-            let next = |index: usize| (block.end + index * BLOCK / heads).min(end);
-            let ahead = prefetch(next(index)..next(index + 1));
+            let next_keys = match head + 1 {
+                next if next < self.kv_heads.end => (input.keys[next], block.start),
+                _ => (input.keys[self.kv_heads.start], block.end),
+            };
             let tokens = |layout| Tokens { input, layout, head_dim, start: block.start, len: block.len() };
             let (queries, _) = work.queries[index * QUERY_GROUP * head_dim..][..QUERY_GROUP * head_dim].as_chunks();
             let first = index * count;
             let scores = first * BLOCK..(first + count) * BLOCK;
             let (out, _) = work.scores[scores.clone()].as_chunks_mut();
-            // SAFETY: as above.
-            unsafe {
-                set.run(ahead);
-                set.run(Scores { keys: tokens(input.keys[head]), queries, out });
-            }
+            let kernel = Scores { keys: tokens(input.keys[head]), values: input.values[head], queries, out };
+            // SAFETY: the machine has its best instruction set. The kernel demands nothing else.
+            unsafe { set.run(kernel) };
             weights(work, first, &[block.len(); QUERY_GROUP][..count]);
             let (weights, _) = work.scores[scores].as_chunks();
             let sums = &mut work.span.sums[first * padded..(first + count) * padded];
             // SAFETY: as above.
-            unsafe { set.run(WeightedValues { values: tokens(input.values[head]), weights, sums }) };
+            unsafe { set.run(WeightedValues { values: tokens(input.values[head]), next_keys, weights, sums }) };
         }
     }
 

@@ -7,11 +7,13 @@
 use super::super::vector::{Kernel, LANES_MAX, Vector};
 use super::gather::{Place, elements, prefetch};
 use super::{BLOCK, ChunkInput, HeadLayout, KvElement, QUERY_GROUP};
-use std::ops::Range;
 
 /// Most queries with which scores take two vectors of tokens at once. A chain of additions per
 /// query would leave the processor waiting for them.
 const FEW_QUERIES: usize = 3;
+/// Rows of values that are added before the kernel requests as many keys. All requests at once
+/// would fill the queue of the processor, in which its own loads wait, too.
+const VALUES_PER_REQUEST: usize = 8;
 
 /// Calls `$name::<N, G>` with the number of queries as a constant, at most [`QUERY_GROUP`]. `G`
 /// follows if there is one.
@@ -38,36 +40,13 @@ pub(super) struct Tokens<'a, E> {
     pub(super) len: usize,
 }
 
-/// Requests the keys and values of some heads from memory.
-///
-/// Contract of [`Kernel::run`]: nothing beyond the instruction set.
-pub(super) struct Prefetch<'a, E> {
-    pub(super) input: &'a ChunkInput<'a, E>,
-    pub(super) heads: Range<usize>,
-    pub(super) head_dim: usize,
-    pub(super) tokens: Range<usize>,
-}
-
-impl<E: KvElement> Kernel for Prefetch<'_, E> {
-    #[inline(always)]
-    unsafe fn run<V: Vector>(self) {
-        let Prefetch { input, heads, head_dim, tokens } = self;
-        let mut place = Place::of(tokens.start, input.page_tokens);
-        for _ in tokens {
-            for &layout in input.keys[heads.clone()].iter().chain(&input.values[heads.clone()]) {
-                // SAFETY: the caller guarantees the instruction set.
-                unsafe { prefetch::<V, E>(input, layout, head_dim, place) };
-            }
-            place.step(input.page_tokens);
-        }
-    }
-}
-
 /// Computes the scores of all queries with the keys of a block.
 ///
 /// Contract of [`Kernel::run`]: nothing beyond the instruction set.
 pub(super) struct Scores<'a, E> {
     pub(super) keys: Tokens<'a, E>,
+    /// Place of the values of the same tokens. The kernel requests them from memory meanwhile.
+    pub(super) values: HeadLayout,
     /// `[head_dim]`: elements of each query, already scaled.
     pub(super) queries: &'a [[f32; QUERY_GROUP]],
     /// Scores of each query. Those beyond the last token are unspecified.
@@ -77,7 +56,7 @@ pub(super) struct Scores<'a, E> {
 impl<E: KvElement> Kernel for Scores<'_, E> {
     #[inline(always)]
     unsafe fn run<V: Vector>(self) {
-        let Scores { keys: Tokens { input, layout, head_dim, start, len }, queries, out } = self;
+        let Scores { keys: Tokens { input, layout, head_dim, start, len }, values, queries, out } = self;
         assert!((1..=BLOCK).contains(&len) && queries.len() == head_dim, "the block and the queries have their sizes");
         let mut place = Place::of(start, input.page_tokens);
         let mut first = 0;
@@ -91,6 +70,8 @@ impl<E: KvElement> Kernel for Scores<'_, E> {
                     continue;
                 }
                 rows[lane] = elements(input, layout, head_dim, place);
+                // SAFETY: the caller guarantees the instruction set.
+                unsafe { prefetch::<V, E>(input, values, head_dim, place) };
                 place.step(input.page_tokens);
             }
             let rows = &rows[..lanes];
@@ -173,6 +154,9 @@ unsafe fn score_lanes<V: Vector, E: KvElement, const N: usize, const G: usize>(
 /// Contract of [`Kernel::run`]: nothing beyond the instruction set.
 pub(super) struct WeightedValues<'a, E> {
     pub(super) values: Tokens<'a, E>,
+    /// Place and first token of the keys that the task needs next. The kernel requests a block of
+    /// them from memory meanwhile.
+    pub(super) next_keys: (HeadLayout, usize),
     /// Weights of each query.
     pub(super) weights: &'a [[f32; BLOCK]],
     /// `[queries][padded]`, with `padded` at least `head_dim`.
@@ -182,15 +166,24 @@ pub(super) struct WeightedValues<'a, E> {
 impl<E: KvElement> Kernel for WeightedValues<'_, E> {
     #[inline(always)]
     unsafe fn run<V: Vector>(self) {
-        let WeightedValues { values: Tokens { input, layout, head_dim, start, len }, weights, sums } = self;
+        let WeightedValues { values: Tokens { input, layout, head_dim, start, len }, next_keys, weights, sums } = self;
         let mut place = Place::of(start, input.page_tokens);
         let mut rows: [&[E]; BLOCK] = [&[]; BLOCK];
         for row in &mut rows[..len] {
             *row = elements(input, layout, head_dim, place);
             place.step(input.page_tokens);
         }
-        // SAFETY: the caller guarantees the instruction set, and the rows have `head_dim` elements.
-        unsafe { by_queries!(weights.len(), add_rows::<V, E>(&rows[..len], weights, head_dim, sums)) };
+        let mut place = Place::of(next_keys.1, input.page_tokens);
+        for (index, values) in rows[..len].chunks(VALUES_PER_REQUEST).enumerate() {
+            for _ in 0..VALUES_PER_REQUEST {
+                // SAFETY: the caller guarantees the instruction set.
+                unsafe { prefetch::<V, E>(input, next_keys.0, head_dim, place) };
+                place.step(input.page_tokens);
+            }
+            let first = index * VALUES_PER_REQUEST;
+            // SAFETY: as above. The rows have `head_dim` elements.
+            unsafe { by_queries!(weights.len(), add_rows::<V, E>(values, weights, first, head_dim, sums)) };
+        }
     }
 }
 
@@ -200,10 +193,11 @@ impl<E: KvElement> Kernel for WeightedValues<'_, E> {
 unsafe fn add_rows<V: Vector, E: KvElement, const N: usize>(
     rows: &[&[E]],
     weights: &[[f32; BLOCK]],
+    first: usize,
     head_dim: usize,
     sums: &mut [f32],
 ) {
-    let weights: &[[f32; BLOCK]; N] = weights[..N].try_into().expect("N queries");
+    let weights: [&[f32]; N] = std::array::from_fn(|n| &weights[n][first..first + rows.len()]);
     let padded = sums.len() / N;
     assert!(rows.len() <= BLOCK && head_dim <= padded, "the sums have a place for each element");
     let mut column = 0;
@@ -211,13 +205,13 @@ unsafe fn add_rows<V: Vector, E: KvElement, const N: usize>(
     unsafe {
         // As many sums as tiles of matrix products keep in registers.
         if 8 * N <= 3 * V::TILE_ROWS {
-            column = add_columns::<V, E, N, 8>(rows, weights, head_dim, column, sums);
+            column = add_columns::<V, E, N, 8>(rows, &weights, head_dim, column, sums);
         }
         if 4 * N <= 3 * V::TILE_ROWS {
-            column = add_columns::<V, E, N, 4>(rows, weights, head_dim, column, sums);
+            column = add_columns::<V, E, N, 4>(rows, &weights, head_dim, column, sums);
         }
-        column = add_columns::<V, E, N, 2>(rows, weights, head_dim, column, sums);
-        column = add_columns::<V, E, N, 1>(rows, weights, head_dim, column, sums);
+        column = add_columns::<V, E, N, 2>(rows, &weights, head_dim, column, sums);
+        column = add_columns::<V, E, N, 1>(rows, &weights, head_dim, column, sums);
     }
     for column in column..head_dim {
         for (n, weights) in weights.iter().enumerate() {
@@ -238,7 +232,7 @@ unsafe fn add_rows<V: Vector, E: KvElement, const N: usize>(
 #[inline(always)]
 unsafe fn add_columns<V: Vector, E: KvElement, const N: usize, const G: usize>(
     rows: &[&[E]],
-    weights: &[[f32; BLOCK]; N],
+    weights: &[&[f32]; N],
     head_dim: usize,
     mut column: usize,
     sums: &mut [f32],
