@@ -10,7 +10,7 @@ import sys
 import threading
 
 import pytest
-from conftest import LONG, ROOT, eventually, is_durable
+from conftest import LONG, PATIENCE, ROOT, eventually, is_durable
 from larder_kv import _client, _values
 
 sys.path.insert(0, str(ROOT / "tools/mooncake"))
@@ -26,6 +26,7 @@ SIZE = 16 << 20
 def patience(monkeypatch):
     """Calls of these tests check bytes, not deadlines, on a machine that may be busy."""
     monkeypatch.setenv("LARDER_TIMEOUT", "20")
+    monkeypatch.setattr(_values, "CONNECT_SECONDS", PATIENCE)
 
 
 def attach(node, tenant="default", kind=MooncakeDistributedStore, **options):

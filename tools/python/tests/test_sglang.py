@@ -18,7 +18,8 @@ NAMES = [PoolName.MAMBA, PoolName.INDEXER, PoolName.DRAFT, PoolName.SWA]
 
 def backend(url, pool, extra=None, **config):
     """A backend as SGLang attaches it: positional constructor, then the registrations."""
-    options = {"interface_v1": 1, "url": url, "get_timeout": 20.0, "set_timeout": 20.0, **(extra or {})}
+    timeouts = dict.fromkeys(("exists_timeout", "get_timeout", "set_timeout"), 20.0)
+    options = {"interface_v1": 1, "url": url, **timeouts, **(extra or {})}
     storage = LarderStorage(Config(options, **config), {})
     storage.register_mem_pool_host(pool)
     if options["interface_v1"]:
@@ -71,7 +72,7 @@ def test_pages_larger_than_a_store_page(shared_node):
     assert reader.batch_get_v1(keys, indices(other, [1, 0])) == [True] * 2
     assert page_of(other, 1) == page_of(pool, 0) and page_of(other, 0) == page_of(pool, 1)
     # A page without its second half is no page.
-    writer.pools["kv"].client.forget(writer.pools["kv"].keys(keys)[1:2], 5)
+    writer.pools["kv"].client.forget(writer.pools["kv"].keys(keys)[1:2], 20)
     assert reader.batch_exists(keys) == 0
     assert reader.batch_get_v1(keys, indices(other, [1, 0])) == [False, True]
 
@@ -194,7 +195,7 @@ def test_engines_with_other_numbers_of_ranks_share_pages_by_heads(shared_node, r
             assert reader.batch_get_v1(keys, indices(pool, range(9, 3, -1))) == [True] * 6
         assert [heads_of(reader_pools, 9 - page) for page in range(6)] == [heads_of(pools, page) for page in range(6)]
     # A page without one group is no page, but only for the rank with that group.
-    readers[-1].pools["kv"].client.forget(readers[-1].pools["kv"].keys(keys[2:3]), 5)
+    readers[-1].pools["kv"].client.forget(readers[-1].pools["kv"].keys(keys[2:3]), 20)
     assert [reader.batch_exists(keys) for reader in readers] == [6] * 7 + [2]
 
 
@@ -333,7 +334,7 @@ def test_store_that_is_away_is_a_miss(node):
 def test_clear_tells_that_the_store_is_away(node, leave, monkeypatch):
     monkeypatch.setattr("larder_kv.sglang.FORGET_BATCH", 2)
     pool = filled("page_first")
-    storage = backend(node.url(), pool, {"set_timeout": 2.0, "exists_timeout": 20.0})
+    storage = backend(node.url(), pool, {"set_timeout": 2.0})
     keys = page_hashes(10)
     assert eventually(lambda: all(storage.batch_set_v1(keys, indices(pool, range(10)))))
     timeouts = noted_timeouts(storage.pools["kv"].client)

@@ -11,7 +11,11 @@ from vllm_contract import Action, Config, Envelope, Group, Host, LookupResult, P
 
 contract.install()
 
+from larder_kv import _vllm_store  # noqa: E402
 from larder_kv.vllm import LarderTier, fragments_of  # noqa: E402
+
+# The nodes of these tests run, and a busy machine may take longer than the default.
+_vllm_store.CONNECT_SECONDS = PATIENCE
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
