@@ -1,9 +1,11 @@
 """Store nodes for tests. `LARDER` names the program; the default is the release build of this checkout."""
 
+import contextlib
 import os
 import pathlib
 import signal
 import subprocess
+import threading
 import time
 
 import larder_kv
@@ -99,6 +101,43 @@ def attach(url, namespace, **options):
     client = larder_kv.Client(url, namespace, **options)
     assert client.ready(START_SECONDS)
     return client
+
+
+class Stalls:
+    """Seconds for which this process stood still, as on a virtual machine that stops."""
+
+    TICK_SECONDS = 0.05
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        threading.Thread(target=self.watch, name="stalls", daemon=True).start()
+
+    def watch(self) -> None:
+        last = time.monotonic()
+        while True:
+            time.sleep(self.TICK_SECONDS)
+            now = time.monotonic()
+            self.seconds += max(0.0, now - last - 2 * self.TICK_SECONDS)
+            last = now
+
+
+@contextlib.contextmanager
+def within(seconds: float):
+    """Fails if its block takes longer. Stalls of this process do not count."""
+    global stalls
+    stalls = stalls or Stalls()
+    began, before = time.monotonic(), stalls.seconds
+    yield
+    took = time.monotonic() - began
+    if took >= seconds:
+        # A stall that has just ended is known then.
+        time.sleep(0.5)
+    stood = stalls.seconds - before
+    assert took - stood < seconds, f"{took:.1f} s, of which the process stood still for {stood:.1f} s"
+
+
+stalls = None
+"""The watch of this process, from the first use on."""
 
 
 def where_threads_wait(pid: int) -> str:
