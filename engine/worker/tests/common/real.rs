@@ -41,6 +41,11 @@ pub async fn connected(engine: &EngineHandle, nodes: usize) -> bool {
     engine.state().store_nodes as usize == nodes
 }
 
+/// A counter of a node's status.
+pub fn counter(node: &Node, name: &str) -> usize {
+    node.status()["counters"][name].as_u64().unwrap() as usize
+}
+
 pub fn any_port() -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], 0))
 }

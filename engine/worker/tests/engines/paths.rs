@@ -108,7 +108,8 @@ async fn decode_follows_pages_while_prefill_writes_them() {
 
         let waiting = async { decode(&decoder, &request).await };
         let computing = async {
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            // A page that is there before counts as reused.
+            assert!(eventually(async || store.follow_calls() >= PAGES).await, "decode does not follow");
             let response = prefill(&prefiller, &request.tokens, CacheMode::All).await;
             let stored = store.keys();
             let keys = page_keys(&request.tokens, PAGE);

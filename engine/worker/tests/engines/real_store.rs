@@ -23,8 +23,8 @@ async fn prefill_and_decode_share_pages_through_a_node() {
     let mut request = decode_request(&prompt(1, LEN), 40);
     request.await_pages = PAGES as u32;
     let computing = async {
-        // Let the decode reach its follow before the prefill starts.
-        tokio::time::sleep(Duration::from_millis(30)).await;
+        // A page that is there before counts as reused.
+        assert!(eventually(async || counter(&node, "follows") >= PAGES).await, "decode does not follow");
         prefill(&prefiller, &request.tokens, CacheMode::All).await
     };
     let (answer, computed) = tokio::join!(decode(&decoder, &request), computing);

@@ -224,9 +224,12 @@ async fn engines_share_pages_through_a_redis_port() {
     assert!(store_is(&prefiller, true).await && store_is(&decoder, true).await);
     let mut request = decode_request(&prompt(1, LEN), 20);
     request.await_pages = PAGES as u32;
+    let commands = counter(&node, "redis_commands");
     let computing = async {
-        // Let the decode reach its follow before the prefill starts.
-        tokio::time::sleep(Duration::from_millis(30)).await;
+        // A page that is there before counts as reused. A lookup is one command for each page, and
+        // a follow repeats another one.
+        let follows = async || counter(&node, "redis_commands") >= commands + 3 * PAGES;
+        assert!(eventually(follows).await, "decode does not follow");
         prefill(&prefiller, &request.tokens, CacheMode::All).await
     };
     let (answer, computed) = tokio::join!(decode(&decoder, &request), computing);

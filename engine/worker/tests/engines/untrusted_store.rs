@@ -284,10 +284,6 @@ async fn model_with_damaged_weights_gives_an_error_and_no_pages() {
     assert!(is_idle(&decoder).await);
 }
 
-fn counter(node: &Node, name: &str) -> usize {
-    node.status()["counters"][name].as_u64().unwrap() as usize
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hits_and_misses_of_a_node_count_reuse_only() {
     let node = node(any_port()).await;
