@@ -27,11 +27,14 @@ async fn miss_has_the_reason_that_the_node_knows() {
     assert_eq!(client.forget(&[key(2)], soon()).await.pages, 1);
     let ttl = PutOptions { ttl: Some(Duration::from_millis(1)), ..PutOptions::default() };
     assert_eq!(client.put_pages(pages(&[4], payload), ttl, soon()).await, [PutOutcome::Stored]);
+    let until = soon();
     while client.exists(&[key(4)], soon()).await[0] {
+        assert!(Instant::now() < until, "the page outlives its time");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let open = client.put(NewPage::first(key(5)), soon());
     while explain(&client, 5).await.reason != MissReason::BeingPut {
+        assert!(Instant::now() < until, "the put never begins");
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 
