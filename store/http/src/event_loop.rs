@@ -150,6 +150,12 @@ mod tests {
         let metrics = EventLoopMetrics::default();
         let stop = CancellationToken::new();
         let watch = tokio::spawn(metrics.clone().watch(stop.clone()));
+        let begins = async || {
+            while metrics.delay_max.get() <= 0.0 {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(30), begins()).await.expect("the watch begins");
         tokio::spawn(async { std::thread::sleep(STALL) }).await.unwrap();
         assert!(shows(&metrics.busy_max).await, "{metrics:?}");
         stop.cancel();
