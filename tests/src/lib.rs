@@ -15,7 +15,7 @@ mod request;
 pub mod zmq;
 
 pub use node_state::{attach, is_flushed, is_recovered, wait_for_node};
-pub use process::{Process, Stack, bench_report, data_dir, larder, unused_address};
+pub use process::{Process, Stack, bench_report, data_dir, larder, larder_command, unused_address};
 pub use raw::{RawConnection, hello};
 pub use reference::{Reference, tiny_model_dir};
 pub use request::{Completion, CompletionRequest, complete, get_json, metric, node_statuses};

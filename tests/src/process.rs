@@ -32,15 +32,21 @@ pub fn larder() -> &'static Path {
     })
 }
 
+/// A command of `larder` for tests that wait for its end. After 400 s it is killed with its
+/// processes, which would hold the test otherwise.
+pub fn larder_command() -> Command {
+    let mut command = Command::new("timeout");
+    command.args(["--signal=KILL", "400"]).arg(larder());
+    command
+}
+
 /// Runs a benchmark that loads its own processes for `seconds`. Returns its report.
 ///
 /// # Panics
 /// Panics if it prints no report within 400 s. Its exit code does not count, because it may judge
 /// time.
 pub fn bench_report(bench: &str, seconds: u64) -> serde_json::Value {
-    let output = Command::new("timeout")
-        .args(["--signal=KILL", "400"])
-        .arg(larder())
+    let output = larder_command()
         .args(["--log", "error", "bench", bench, "--seconds", &seconds.to_string(), "--json"])
         .output()
         .expect("timeout runs");

@@ -1,9 +1,8 @@
 //! Kills a store node under load again and again. `larder bench crash` checks every page and
 //! reports violations.
 
-use larder_tests::{data_dir, larder};
+use larder_tests::{data_dir, larder_command};
 use serde_json::Value;
-use std::process::Command;
 
 const KILLS: u64 = 24;
 /// Counts that the runs must reach together. Without enough activity, the absence of errors proves
@@ -15,7 +14,7 @@ const RUNS_MAX: usize = 8;
 /// Runs `larder bench crash` once and returns its counts, which hold no violation.
 fn crash_run() -> Value {
     let dir = data_dir();
-    let output = Command::new(larder())
+    let output = larder_command()
         .args(["--log", "error", "bench", "crash", "--rounds", &KILLS.to_string(), "--json", "--dir"])
         .arg(dir.path())
         .output()

@@ -3,7 +3,7 @@
 
 use larder_client::{Client, NewPage, PutOptions, PutOutcome};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry};
-use larder_tests::{Process, is_flushed, key, larder, soon, wait_for_node};
+use larder_tests::{Process, is_flushed, key, larder, larder_command, soon, wait_for_node};
 use std::path::Path;
 use std::process::Command;
 
@@ -75,7 +75,7 @@ async fn run_on_small_file_system(dir: &Path) {
     node.sigkill();
 
     // All records written to the full device must be intact.
-    let verified = Command::new(larder()).arg("verify").arg(dir).output().expect("larder runs");
+    let verified = larder_command().arg("verify").arg(dir).output().expect("larder runs");
     assert!(verified.status.success(), "{}", String::from_utf8_lossy(&verified.stdout));
     let mut node = start(dir);
     let client = attach(&mut node).await;

@@ -1,13 +1,13 @@
 //! `larder bench trace`, `larder bench replay` and `larder bench reuse` with `--json`.
 
-use larder_tests::{data_dir, larder};
+use larder_tests::{data_dir, larder_command};
 use std::fmt::Write;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 
 /// Runs a command of `larder bench`, which must succeed. Returns the lines that it prints.
 fn bench(arguments: &[&str], file: &Path) -> Vec<serde_json::Value> {
-    let output = Command::new(larder()).arg("bench").args(arguments).arg(file).output().unwrap();
+    let output = larder_command().arg("bench").args(arguments).arg(file).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let lines = output.stdout.split(|&b| b == b'\n').filter(|line| !line.is_empty());
     lines.map(|line| serde_json::from_slice(line).unwrap()).collect()
@@ -108,7 +108,7 @@ fn replay_without_room_for_a_block_is_refused() {
     let dir = data_dir();
     let file = dir.path().join("trace.jsonl");
     std::fs::write(&file, r#"{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}"#).unwrap();
-    let output = Command::new(larder()).args(["bench", "replay", "--capacity", "100"]).arg(&file).output().unwrap();
+    let output = larder_command().args(["bench", "replay", "--capacity", "100"]).arg(&file).output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && errors.contains("--capacity 100 is less than a block"), "{errors}");
 }
@@ -117,9 +117,9 @@ fn replay_without_room_for_a_block_is_refused() {
 /// of its file.
 fn reuse(dir: &Path, options: &[&str]) -> (Output, Vec<serde_json::Value>) {
     let (model, file) = (dir.join("model"), dir.join("reuse.jsonl"));
-    let made = Command::new(larder()).args(["bench", "random-model", "small"]).arg(&model).output().unwrap();
+    let made = larder_command().args(["bench", "random-model", "small"]).arg(&model).output().unwrap();
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    let mut command = Command::new(larder());
+    let mut command = larder_command();
     command.args(["bench", "reuse", "--prompts", "64,128", "--rounds", "2", "--answer-tokens", "3", "--clients", "2"]);
     command.args(["--turns", "2", "--turn-tokens", "40", "--l1", "64MiB", "--l2", "64MiB", "--l3-bytes", "256MiB"]);
     command.arg("--model").arg(&model).arg("--dir").arg(dir).arg("--json").arg(&file).args(options);

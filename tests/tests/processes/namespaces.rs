@@ -3,10 +3,10 @@
 use larder_client::{Client, FollowEnd, MissReason, NewPage, PutOutcome};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry};
 use larder_tests::redis::{RedisConnection, RedisReply};
-use larder_tests::{Process, attach, data_dir, is_flushed, key, larder, soon, wait_for_node};
+use larder_tests::{Process, attach, data_dir, is_flushed, key, larder_command, soon, wait_for_node};
 use serde_json::Value;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 use std::time::{Duration, Instant};
 
 const GEOMETRY: PageGeometry = PageGeometry {
@@ -68,7 +68,7 @@ async fn reason(client: &Client, number: u32) -> MissReason {
 fn command(nodes: &[&String], arguments: &[&str]) -> Output {
     let urls: Vec<&str> = nodes.iter().map(|url| url.as_str()).collect();
     let nodes = ["--nodes", &urls.join(",")];
-    Command::new(larder()).arg("namespace").args(arguments).args(nodes).output().expect("larder runs")
+    larder_command().arg("namespace").args(arguments).args(nodes).output().expect("larder runs")
 }
 
 fn json(nodes: &[&String], arguments: &[&str]) -> Value {

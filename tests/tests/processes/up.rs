@@ -1,12 +1,12 @@
 //! `larder up` and the commands that use it.
 
 use larder_tests::{
-    CompletionRequest, Process, Reference, complete, data_dir, eventually, is_recovered, larder, node_statuses,
+    CompletionRequest, Process, Reference, complete, data_dir, eventually, is_recovered, larder_command, node_statuses,
     unused_address,
 };
 use serde_json::Value;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 
 /// Starts `larder up` and waits until it serves and its nodes have recovered their pages. Returns
 /// the URL of the API as well.
@@ -23,7 +23,7 @@ async fn up(dir: &Path, more: &[&str]) -> (Process, String) {
 /// Runs an admin command against the `larder up` with this data directory.
 fn admin(dir: &Path, arguments: &[&str]) -> Output {
     let data_dir = ["--data-dir", dir.to_str().unwrap()];
-    Command::new(larder()).args(arguments).args(data_dir).output().unwrap()
+    larder_command().args(arguments).args(data_dir).output().unwrap()
 }
 
 fn admin_json(dir: &Path, arguments: &[&str]) -> Value {
@@ -106,7 +106,7 @@ async fn prefix_commands_inspect_warm_and_forget() {
 async fn mistakes_get_one_line_with_the_cause() {
     let dir = data_dir();
     let error_of = |arguments: &[&str]| {
-        let output = Command::new(larder()).args(arguments).output().unwrap();
+        let output = larder_command().args(arguments).output().unwrap();
         assert!(!output.status.success(), "{arguments:?}");
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
@@ -163,7 +163,7 @@ async fn status_fits_120_columns_and_prefix_commands_take_chats() {
     // Not a URL: HOST:PORT is enough.
     let address = std::fs::read_to_string(dir.path().join("admin.url")).unwrap();
     let address = address.trim().trim_start_matches("http://");
-    let status = Command::new(larder()).args(["status", "--admin", address]).output().unwrap();
+    let status = larder_command().args(["status", "--admin", address]).output().unwrap();
     assert!(status.status.success(), "{}", String::from_utf8_lossy(&status.stderr));
 
     let chat = dir.path().join("chat.json");
@@ -181,7 +181,7 @@ async fn verify_accepts_the_data_directory_of_up() {
     let dir = data_dir();
     let (running, api) = up(dir.path(), &["--nodes", "2"]).await;
     complete(&api, &CompletionRequest::new(&Reference::load().prompt(1, 700))).await.unwrap();
-    let verify = || Command::new(larder()).args(["verify", "--json"]).arg(dir.path()).output().unwrap();
+    let verify = || larder_command().args(["verify", "--json"]).arg(dir.path()).output().unwrap();
     assert_eq!(verify().status.code(), Some(2), "the nodes are running");
     assert!(running.stop().success());
     let output = verify();

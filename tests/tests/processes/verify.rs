@@ -2,10 +2,9 @@
 
 use larder_client::{Client, NewPage, PutOptions, PutOutcome};
 use larder_format::{KvDtype, NamespaceDescriptor, PageGeometry};
-use larder_tests::{Process, data_dir, key, larder, soon};
+use larder_tests::{Process, data_dir, key, larder_command, soon};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 const PAGES: u32 = 60;
 const DAMAGES: usize = 7;
@@ -36,7 +35,7 @@ fn payload(n: u32, bytes: usize) -> Vec<u8> {
 }
 
 fn verify(dir: &Path, more: &[&str]) -> (Option<i32>, serde_json::Value) {
-    let output = Command::new(larder()).args(["verify", "--json"]).args(more).arg(dir).output().expect("larder runs");
+    let output = larder_command().args(["verify", "--json"]).args(more).arg(dir).output().expect("larder runs");
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     let last = printed.lines().last().and_then(|line| serde_json::from_str(line).ok());
     (output.status.code(), last.unwrap_or_default())

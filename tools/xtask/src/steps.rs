@@ -249,8 +249,9 @@ fn check_docs(runner: &Runner) -> Result<()> {
 }
 
 fn smoke(runner: &Runner) -> Result<()> {
-    let tools = runner.tools();
-    execute(runner.command("bash".as_ref()).arg("tests/smoke.sh").arg(tools))
+    // It takes a minute. A process that does not end on request would keep CI waiting.
+    let limited = ["--verbose", "--kill-after=10", "15m", "bash", "tests/smoke.sh"];
+    execute(runner.command("timeout".as_ref()).args(limited).arg(runner.tools()))
 }
 
 fn python(runner: &Runner) -> Result<()> {

@@ -12,6 +12,7 @@ mod local;
 mod node;
 mod overload;
 mod slow_link;
+mod stalls;
 
 use larder_format::{NamespaceDescriptor, PageKey};
 use larder_wire::{PROTOCOL_VERSION, PROTOCOL_VERSION_MIN, Request};

@@ -1,5 +1,6 @@
 //! Overload: a node refuses work beyond a budget at once, and one client does not slow another.
 
+use crate::stalls::despite_stops;
 use crate::{PATIENCE, hello, key, soon};
 use bytes::Bytes;
 use larder_client::{
@@ -339,6 +340,10 @@ async fn half_a_part(mut stream: TcpStream, page: &Reserved) -> TcpStream {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tenant_gets_its_share_while_another_asks_for_everything() {
+    despite_stops(share_a_budget).await;
+}
+
+async fn share_a_budget() {
     let node = Node::start(options()).await.unwrap();
     let (greedy, modest) =
         (attach(&node.addr().to_string(), "greedy").await, attach(&node.addr().to_string(), "modest").await);

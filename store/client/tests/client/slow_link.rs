@@ -5,6 +5,7 @@
 //! the rate from both ends.
 
 use crate::key;
+use crate::stalls::despite_stops;
 use bytes::Bytes;
 use larder_client::{
     Client, ClientOptions, DEFAULT_CONNECTIONS, FollowEnd, Member, NewPage, PutOptions, PutOutcome, StoreUrl, Tier,
@@ -18,7 +19,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 
 const RATE: usize = 2_500_000;
 /// Lowest rate at which a link counts as fast enough, in bytes per second.
@@ -273,6 +274,10 @@ async fn slow_link_delivers_a_large_page_within_its_deadline() {
 /// and the client took them for misses.
 #[tokio::test]
 async fn slow_link_delivers_a_batch_of_large_pages_within_its_deadline() {
+    despite_stops(deliver_a_batch).await;
+}
+
+async fn deliver_a_batch() {
     const PAGE: usize = 2 << 20;
     let node = node().await;
     let link = SlowLink::to(&node, RATE).await;
@@ -341,22 +346,26 @@ async fn link_of_64_kilobytes_per_second_delivers_the_largest_page_within_size_b
 }
 
 /// Readers that want more memory than the node has, over and over: one read always waits.
-async fn crowd(node: &Node, page_bytes: usize) -> Vec<JoinHandle<()>> {
+async fn crowd(node: &Node, page_bytes: usize) -> Vec<AbortOnDropHandle<()>> {
     let mut readers = Vec::new();
     for _ in 0..4 {
         let client = attach(node.addr().to_string(), page_bytes).await;
-        readers.push(tokio::spawn(async move {
+        readers.push(AbortOnDropHandle::new(tokio::spawn(async move {
             loop {
                 let gets = (2..10).map(|number| (key(number), vec![0; page_bytes])).collect();
                 client.get(gets, within(10.0)).await;
             }
-        }));
+        })));
     }
     readers
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reader_of_64_kilobytes_per_second_keeps_its_connection_while_others_wait_for_memory() {
+    despite_stops(read_beside_a_crowd).await;
+}
+
+async fn read_beside_a_crowd() {
     const PAGE: usize = 1 << 20;
     let node = node_with(NodeOptions { in_flight_bytes: Some(8 * PAGE as u64), ..NodeOptions::default() }).await;
     let direct = attach(node.addr().to_string(), PAGE).await;
@@ -393,23 +402,27 @@ async fn refused_page_leaves_a_slow_link_at_once() {
 
 /// Writers that want more room than the node has, over and over. The numbers of their pages are no
 /// multiples of 16.
-async fn crowd_of_writers(node: &Node, page_bytes: usize) -> Vec<JoinHandle<()>> {
+async fn crowd_of_writers(node: &Node, page_bytes: usize) -> Vec<AbortOnDropHandle<()>> {
     let mut writers = Vec::new();
     for client in 1..5 {
         let others = attach(node.addr().to_string(), page_bytes).await;
-        writers.push(tokio::spawn(async move {
+        writers.push(AbortOnDropHandle::new(tokio::spawn(async move {
             // Twice the room at a time. Refused pages come back until their deadline.
             for first in (0..).step_by(8) {
                 let pages = (first..first + 8).map(|n| (page(n << 4 | client), payload(n, page_bytes)));
                 others.put_pages(pages.collect(), PutOptions::default(), within(10.0)).await;
             }
-        }));
+        })));
     }
     writers
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn writer_of_64_kilobytes_per_second_keeps_its_room_while_others_want_it() {
+    despite_stops(write_beside_a_crowd).await;
+}
+
+async fn write_beside_a_crowd() {
     const PAGE: usize = 1 << 20;
     let node = node_with(NodeOptions { in_flight_bytes: Some(8 * PAGE as u64), ..NodeOptions::default() }).await;
     let link = SlowLink::to(&node, SLOWEST_RATE).await;
@@ -429,6 +442,10 @@ async fn writer_of_64_kilobytes_per_second_keeps_its_room_while_others_want_it()
 /// as fast enough, so each connection has a part of its rate.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn connections_that_share_64_kilobytes_per_second_keep_their_room_while_others_want_it() {
+    despite_stops(write_over_connections_beside_a_crowd).await;
+}
+
+async fn write_over_connections_beside_a_crowd() {
     // Both pages take 8 s together.
     const PAGE: usize = 256 << 10;
     let node = node_with(NodeOptions { in_flight_bytes: Some(8 * PAGE as u64), ..NodeOptions::default() }).await;
@@ -468,6 +485,10 @@ async fn connections_that_share_64_kilobytes_per_second_keep_their_room_while_ot
 /// moves on these connections meanwhile.
 #[tokio::test]
 async fn connections_that_share_64_kilobytes_per_second_survive_the_ends_of_their_puts() {
+    despite_stops(write_over_connections).await;
+}
+
+async fn write_over_connections() {
     const PAGE: usize = 128 << 10;
     const CONNECTIONS: usize = 6;
     let node = node().await;
