@@ -127,6 +127,9 @@ enum larder_follow_end
   LARDER_FOLLOW_END_SEALED = 1,
   // The writer aborted its put, or died.
   LARDER_FOLLOW_END_ABORTED = 2,
+  // The node has no memory for another follow now. It has some again when another one ends. A
+  // caller that cannot wait treats it as a miss.
+  LARDER_FOLLOW_END_BUSY = 3,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L

@@ -41,8 +41,8 @@ fn follow_end(end: FollowEnd) -> LarderFollowEnd {
     match end {
         FollowEnd::Sealed => LarderFollowEnd::Sealed,
         FollowEnd::Aborted => LarderFollowEnd::Aborted,
-        // A caller that cannot wait for memory takes it for a miss.
-        FollowEnd::Miss | FollowEnd::Busy => LarderFollowEnd::Miss,
+        FollowEnd::Miss => LarderFollowEnd::Miss,
+        FollowEnd::Busy => LarderFollowEnd::Busy,
     }
 }
 

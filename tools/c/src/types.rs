@@ -64,6 +64,9 @@ pub enum LarderFollowEnd {
     Sealed = 1,
     /// The writer aborted its put, or died.
     Aborted = 2,
+    /// The node has no memory for another follow now. It has some again when another one ends. A
+    /// caller that cannot wait treats it as a miss.
+    Busy = 3,
 }
 
 /// Kind of a pin.

@@ -39,19 +39,29 @@ static const larder_namespace NAMESPACE = {
     .identity = {"contract", 8},
 };
 
-static larder_client open_client(void) {
+static uint64_t now_us(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000ull + time.tv_nsec / 1000;
+}
+
+static larder_client open_client(const larder_namespace *space) {
     larder_options options = options_of(url);
     larder_client client;
-    OK(larder_client_open(&options, &NAMESPACE, &client));
+    OK(larder_client_open(&options, space, &client));
     return client;
 }
 
-static larder_client attach(void) {
-    larder_client client = open_client();
+static larder_client attach_to(const larder_namespace *space) {
+    larder_client client = open_client(space);
     bool ready = false;
     OK(larder_client_ready(client, 30 * SECOND, &ready));
     CHECK(ready);
     return client;
+}
+
+static larder_client attach(void) {
+    return attach_to(&NAMESPACE);
 }
 
 static larder_key key_of(uint32_t number) {
@@ -206,6 +216,65 @@ static void calls(void) {
     OK(larder_client_close(client));
 }
 
+enum { CROWD = 400, SMALL_PAGE = PARTS * 1024 };
+
+/* Clients of a crowd of follows, which is more than the node has memory for. */
+typedef struct {
+    larder_client follower, writer;
+} crowd_clients;
+
+static void *put_crowd(void *argument) {
+    crowd_clients *clients = argument;
+    larder_stats stats = {0};
+    uint64_t end = now_us() + 60ull * SECOND;
+    while (stats.gets_busy == 0) {
+        CHECK(now_us() < end);
+        usleep(1000);
+        OK(larder_client_stats(clients->follower, &stats));
+    }
+    larder_memory page = {malloc(SMALL_PAGE), SMALL_PAGE};
+    CHECK(page.data);
+    for (uint32_t number = 0; number < CROWD; number++) {
+        memset(page.data, number % 251, page.size);
+        CHECK(put(clients->writer, number, page, 60 * SECOND) == LARDER_PUT_OUTCOME_STORED);
+    }
+    free(page.data);
+    return NULL;
+}
+
+/* A node without memory for more follows says so. The others receive their pages. */
+static void crowded(void) {
+    larder_namespace space = NAMESPACE;
+    space.page_bytes = SMALL_PAGE;
+    crowd_clients clients = {attach_to(&space), attach_to(&space)};
+    uint8_t *memory = calloc(CROWD, SMALL_PAGE);
+    CHECK(memory);
+    larder_key keys[CROWD];
+    larder_memory pages[CROWD];
+    larder_follow_end ends[CROWD];
+    for (uint32_t at = 0; at < CROWD; at++) {
+        keys[at] = key_of(at);
+        pages[at] = (larder_memory){memory + at * SMALL_PAGE, SMALL_PAGE};
+    }
+    pthread_t writer;
+    CHECK(pthread_create(&writer, NULL, put_crowd, &clients) == 0);
+    OK(larder_follow(clients.follower, keys, CROWD, pages, 3600u * SECOND, ends));
+    CHECK(pthread_join(writer, NULL) == 0);
+    size_t sealed = 0, busy = 0;
+    for (uint32_t at = 0; at < CROWD; at++) {
+        sealed += ends[at] == LARDER_FOLLOW_END_SEALED;
+        busy += ends[at] == LARDER_FOLLOW_END_BUSY;
+        CHECK(ends[at] != LARDER_FOLLOW_END_SEALED || is_filled(pages[at], at % 251));
+    }
+    CHECK(sealed > 0 && busy > 0 && sealed + busy == CROWD);
+    larder_stats stats;
+    OK(larder_client_stats(clients.follower, &stats));
+    CHECK(stats.gets_busy == busy && stats.get_misses == busy && stats.get_hits == sealed);
+    OK(larder_client_close(clients.follower));
+    OK(larder_client_close(clients.writer));
+    free(memory);
+}
+
 static void check_options(void) {
     larder_client client = {0};
     larder_options options = options_of(url);
@@ -344,12 +413,6 @@ static void threads(void) {
     CHECK(larder_error()[0] == 0);
 }
 
-static uint64_t now_us(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec * 1000000ull + time.tv_nsec / 1000;
-}
-
 #define IN_TIME(call) \
     do { \
         uint64_t began = now_us(); \
@@ -389,7 +452,7 @@ static void check_away(larder_client client, uint64_t timeout) {
 }
 
 static void away(void) {
-    larder_client client = open_client();
+    larder_client client = open_client(&NAMESPACE);
     bool ready = true;
     OK(larder_client_ready(client, SECOND / 5, &ready));
     CHECK(!ready);
@@ -527,6 +590,7 @@ int main(int argc, char **argv) {
     else if (strcmp(argv[1], "away") == 0) away();
     else if (strcmp(argv[1], "paused") == 0 && argc == 4) paused(atoi(argv[3]));
     else if (strcmp(argv[1], "forks") == 0) forks();
+    else if (strcmp(argv[1], "crowded") == 0) crowded();
     else return 2;
     return 0;
 }

@@ -51,11 +51,15 @@ struct Node {
 }
 
 fn start_node() -> Node {
+    start_node_with(&[])
+}
+
+fn start_node_with(more: &[&str]) -> Node {
     let directory = data_dir();
     let address = unused_address().to_string();
     let path = directory.path().to_str().expect("a UTF-8 path");
-    let options = ["--l2", "64MiB", "--l3-bytes", "256MiB"];
-    let mut process = Process::start(&[&["store", "--listen", &address, "--data-dir", path], &options[..]].concat());
+    let options = ["store", "--listen", &address, "--data-dir", path, "--l2", "64MiB", "--l3-bytes", "256MiB"];
+    let mut process = Process::start(&[&options[..], more].concat());
     process.wait_for_line("larder://");
     Node { process, address, _directory: directory }
 }
@@ -121,6 +125,13 @@ fn absent_or_paused_store_is_a_miss_within_the_timeout() {
         // The program attaches, and stops the node itself.
         run(&program, &["paused", &url, &node.process.id().to_string()]);
     }
+}
+
+#[test]
+fn follow_without_memory_at_the_node_is_busy() {
+    let (node, out) = (start_node_with(&["--request-memory", "1MiB"]), tempfile::tempdir().unwrap());
+    let program = compile_contract(&out);
+    run(&program, &["crowded", &format!("larder://{}", node.address)]);
 }
 
 #[test]

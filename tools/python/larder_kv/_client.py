@@ -20,7 +20,7 @@ Page = Union[Memory, Sequence[Memory]]
 Tier = Literal["L2", "L3"]
 PinKind = Literal["soft", "hard", "none"]
 HintKind = Literal["none", "retain", "demote", "session-ended"]
-FollowEnd = Literal["sealed", "aborted", "miss"]
+FollowEnd = Literal["sealed", "aborted", "miss", "busy"]
 PutOutcome = Literal["stored", "already-there", "refused", "forgotten", "retired", "in-progress", "busy", "lost"]
 
 _T = TypeVar("_T")
@@ -157,7 +157,11 @@ class Client:
         )
 
     def follow(self, keys: Sequence[Key], buffers: Sequence[Memory], timeout: float) -> list[FollowEnd]:
-        """Reads pages that exist, or that another client writes before `timeout`. Only "sealed" memory is valid."""
+        """Reads pages that exist, or that another client writes before `timeout`. Only "sealed" memory is valid.
+
+        "busy" means that the node has no memory for this follow now. It has some again when another one ends. A caller
+        that cannot wait treats it as a miss.
+        """
         return self._native.follow(keys, buffers, timeout)
 
     def pin(self, keys: Sequence[Key], timeout: float, *, ttl: float, kind: PinKind = "soft") -> Pinned:

@@ -38,6 +38,12 @@ LOAD_WINDOW_BYTES = 256 << 20
 FOLLOWED_PAGES_MAX = 4096
 """Pages that one worker follows at a time. A node bounds those that wait for their writers."""
 
+BUSY_PAUSE = 0.05
+"""Least time in seconds before pages are followed again that a node had no memory to follow."""
+
+ARRIVED = ("L2", "L3", "sealed")
+"""Results of the pages whose rows are valid. Those of all others are undefined."""
+
 LOG_SECONDS = 10.0
 
 PUBLISHERS = 4
@@ -179,6 +185,16 @@ class Publisher:
 
 
 @dataclass
+class _Refused:
+    """Rest of a span that the node had no memory to follow. It is lost at `until`."""
+
+    first: int
+    count: int
+    part: int
+    until: float
+
+
+@dataclass
 class _Transfer:
     """A load in progress. Only blocks before `good` may still be filled."""
 
@@ -188,6 +204,9 @@ class _Transfer:
     good: int
     calls: int = 0
     is_drained: bool = False
+    refused: deque[_Refused] = field(default_factory=deque)
+    again_at: float = 0.0
+    """Earliest time to follow the refused pages again. No other call of the load begins before them."""
 
 
 @dataclass
@@ -200,6 +219,7 @@ class _Call:
     count: int
     staged: Staged
     size: int
+    until: float
 
 
 def spans(blocks: int, parts: int, length: int) -> Iterator[tuple[int, int, int]]:
@@ -354,32 +374,40 @@ class Worker:
         is_full |= load.follow and self.followed + self.span_blocks * len(self.groups) > FOLLOWED_PAGES_MAX
         if is_full and self.calls:
             return False
-        span = next(transfer.spans, None)
-        if span is None:
-            transfer.is_drained = True
-            return True
-        first, count, part = span
-        timeout = min(self.options.follow_timeout, transfer.deadline - time.monotonic())
+        now = time.monotonic()
+        if transfer.refused:
+            if now < transfer.again_at:
+                return False
+            refused = transfer.refused.popleft()
+            first, count, part, until = refused.first, refused.count, refused.part, refused.until
+        else:
+            span = next(transfer.spans, None)
+            if span is None:
+                transfer.is_drained = True
+                return True
+            first, count, part = span
+            until = min(now + self.options.follow_timeout, transfer.deadline)
         if first >= transfer.good:
             return True
-        if timeout <= 0:
+        if now >= until:
             transfer.good = min(transfer.good, first)
             return True
         try:
-            self.call(transfer, first, count, part, timeout)
+            self.call(transfer, first, count, part, until)
         except Exception:
             logger.exception("Larder: a load could not start")
             transfer.good = min(transfer.good, first)
         return True
 
-    def call(self, transfer: _Transfer, first: int, count: int, part: int, timeout: float) -> None:
+    def call(self, transfer: _Transfer, first: int, count: int, part: int, until: float) -> None:
         assert self.caches is not None
+        timeout = max(0.0, until - time.monotonic())
         load, pages = transfer.load, count * len(self.groups)
         staged = self.caches.space(count)
         hashes = load.hashes[first : first + count]
         keys = [key for block in zip(*(page_keys(hashes, group, part) for group in self.groups)) for key in block]
         memory = pointers(staged, range(pages), readonly=False)
-        call = _Call(transfer, part, first, count, staged, count * self.block_bytes)
+        call = _Call(transfer, part, first, count, staged, count * self.block_bytes, until)
         self.calls += 1
         self.room -= call.size
         transfer.calls += 1
@@ -406,10 +434,12 @@ class Worker:
         self.room += call.size
         if load.follow:
             self.followed -= call.count * len(self.groups)
-        lost = (at for at, result in enumerate(results) if result is None or result in ("aborted", "miss"))
-        arrived = next(lost, len(results)) // len(self.groups)
+        lost = next((at for at, result in enumerate(results) if result not in ARRIVED), len(results))
+        arrived = lost // len(self.groups)
         count = min(arrived, max(0, transfer.good - call.first))
-        if count < call.count:
+        if lost < len(results) and results[lost] == "busy":
+            self.refuse(call, arrived)
+        elif count < call.count:
             transfer.good = min(transfer.good, call.first + arrived)
         if not count:
             return
@@ -419,6 +449,17 @@ class Worker:
         except Exception:
             logger.exception("Larder: rows of part %d could not be copied", call.part)
             transfer.good = min(transfer.good, call.first)
+
+    def refuse(self, call: _Call, arrived: int) -> None:
+        """Follows the rest of a call again. The node finds memory when other follows end.
+
+        Pages that have arrived give the rest another `follow_timeout`. Without one, the rest has what is left.
+        """
+        transfer, now = call.transfer, time.monotonic()
+        until = min(now + self.options.follow_timeout, transfer.deadline) if arrived else call.until
+        transfer.refused.append(_Refused(call.first + arrived, call.count - arrived, call.part, until))
+        transfer.again_at = now + BUSY_PAUSE
+        transfer.is_drained = False
 
     def take_finished(self) -> set[str]:
         """Requests whose loads have ended since the last call."""

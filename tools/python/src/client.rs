@@ -145,8 +145,8 @@ fn follow_name(end: FollowEnd) -> &'static str {
     match end {
         FollowEnd::Sealed => "sealed",
         FollowEnd::Aborted => "aborted",
-        // A caller that cannot wait for memory takes it for a miss.
-        FollowEnd::Miss | FollowEnd::Busy => "miss",
+        FollowEnd::Miss => "miss",
+        FollowEnd::Busy => "busy",
     }
 }
 

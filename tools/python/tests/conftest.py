@@ -83,6 +83,14 @@ def node(tmp_path):
     node.stop()
 
 
+@pytest.fixture
+def crowded_node(tmp_path):
+    """A node of this test alone, which has memory for few requests."""
+    node = Node(tmp_path, "--request-memory", "1MiB")
+    yield node
+    node.stop()
+
+
 @pytest.fixture(params=["tcp", "shm"])
 def url(request, shared_node):
     return shared_node.url(request.param)

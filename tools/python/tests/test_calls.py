@@ -6,7 +6,7 @@ import time
 
 import larder_kv
 import pytest
-from conftest import PAGE_BYTES, PATIENCE, Node, attach, eventually, key, payload
+from conftest import LONG, PAGE_BYTES, PATIENCE, Node, attach, eventually, key, payload
 
 
 @pytest.fixture
@@ -79,6 +79,25 @@ def test_followed_page_arrives(client, url, namespace):
     assert pages[0] == payload(1)
     assert client.follow([key(2)], [pages[1]], 0.2) == ["miss"]
     writing.join()
+
+
+def test_follow_without_memory_at_the_node_is_busy(crowded_node):
+    """The others receive their pages."""
+    small = larder_kv.Namespace(1000, identity="crowd")
+    client, writer = attach(crowded_node.url(), small), attach(crowded_node.url(), small)
+    keys = [key(number) for number in range(400)]
+    pages = [bytearray(1000) for _ in keys]
+    ends = []
+    following = threading.Thread(target=lambda: ends.extend(client.follow(keys, pages, LONG)), daemon=True)
+    following.start()
+    eventually(lambda: client.stats()["gets_busy"])
+    for number, k in enumerate(keys):
+        assert writer.put_from([k], [payload(number, 1000)], PATIENCE) == ["stored"]
+    following.join(PATIENCE)
+    assert set(ends) == {"sealed", "busy"}
+    for number, (page, end) in enumerate(zip(pages, ends)):
+        assert end == "busy" or page == payload(number, 1000)
+    assert client.stats()["gets_busy"] == client.stats()["get_misses"] == ends.count("busy")
 
 
 def test_threads_share_a_client(client):

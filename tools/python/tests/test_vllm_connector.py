@@ -7,7 +7,7 @@ import time
 
 import pytest
 import vllm_connector_contract as contract
-from conftest import PATIENCE, eventually, is_durable, noted_timeouts
+from conftest import LONG, PATIENCE, eventually, is_durable, noted_timeouts
 from vllm_connector_contract import (
     BLOCK_TOKENS,
     LAYERS,
@@ -23,6 +23,8 @@ module = contract.install()
 
 from larder_kv import _vllm_store  # noqa: E402
 from larder_kv._vllm_pages import joined_layers, page_keys  # noqa: E402
+from larder_kv._vllm_store import StoreCalls  # noqa: E402
+from larder_kv._vllm_worker import LOAD_WINDOW_BYTES  # noqa: E402
 
 # The nodes of these tests run, and a busy machine may take longer than the default.
 _vllm_store.CONNECT_SECONDS = PATIENCE
@@ -90,6 +92,49 @@ def test_decode_engine_follows_layers_while_they_are_computed(shared_node):
     thread.join(60)
     assert result["hit"] == 20 * BLOCK_TOKENS
     assert decode.is_right(request, result["table"], 20)
+
+
+def test_refused_follow_begins_again(crowded_node):
+    """The node has too little memory for the pages of a prompt, and the engine loads all of them in turns."""
+    blocks = 150
+    config = KVCacheConfig(num_blocks=blocks + 2)
+    prefill, decode = (engine(crowded_node, config, name="crowd") for _ in range(2))
+    request = Request("follower", blocks * BLOCK_TOKENS + 5, params={"larder": {"follow": True}})
+    result = {}
+
+    def follow():
+        result["table"], result["hit"] = decode.run(request)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    eventually(lambda: decode.workers[0].worker.followed)
+    client = decode.workers[0].worker.store.client
+    eventually(lambda: client.stats()["gets_busy"])
+    # Each put is small enough for the memory that its connection has of its own.
+    prefill.run(Request("writer", blocks * BLOCK_TOKENS + 5), chunk=4 * BLOCK_TOKENS)
+    thread.join(60)
+    assert result["hit"] == blocks * BLOCK_TOKENS
+    assert decode.is_right(request, result["table"], blocks)
+    for host in (prefill, decode):
+        host.close()
+
+
+def test_refused_follow_ends_by_its_timeout(shared_node, monkeypatch):
+    host = engine(shared_node, name="refused", follow_timeout=0.2, load_timeout=LONG)
+    worker, call = host.workers[0].worker, StoreCalls.call
+
+    def refuse(self, done, method, *args, **options):
+        call(self, (lambda ends: done(["busy"] * len(ends))) if method == "follow" else done, method, *args, **options)
+
+    monkeypatch.setattr(StoreCalls, "call", refuse)
+    writer, tokens = engine(shared_node, name="refused"), 2 * BLOCK_TOKENS + 5
+    writer.run(Request("writer", tokens))
+    writer.settle()
+    request = Request("follower", tokens, params={"larder": {"follow": True}})
+    table, hit = host.run(request)
+    assert hit == 0 and host.is_right(request, table, 2)
+    assert not worker.transfers and not worker.calls and not worker.followed
+    assert worker.room == LOAD_WINDOW_BYTES
 
 
 def test_layers_are_published_before_the_step_ends(shared_node):

@@ -101,6 +101,7 @@ impl<B: AsMut<[u8]> + Send + 'static> Follow<B> {
             }
         };
         count(if end == FollowEnd::Sealed { &self.counters.get_hits } else { &self.counters.get_misses }, 1);
+        count(&self.counters.gets_busy, usize::from(end == FollowEnd::Busy));
         (downcast(buffer), end, description)
     }
 }
