@@ -233,9 +233,25 @@ mod tests {
         shares.join(namespace(3), peer(3));
         first.truncate(8);
         assert!(fill(&memory, 3).len() >= 2);
+        assert!(memory.keep(&namespace(1), vec![1]).is_some(), "counts with the lower floor from now on");
         drop((first, second));
         let uses = memory.uses.lock();
         assert_eq!((uses.bytes, uses.bytes_within_floors, uses.by_namespace.len()), (0, 0, 0));
+    }
+
+    #[test]
+    fn namespace_finds_its_floor_although_ids_from_before_the_floors_exceed_the_rest() {
+        let peer = |last: u8| Peer::Address([10, 0, 0, last].into());
+        let mut shares = Shares::default();
+        // Room for 16 lists. No namespace is in use, so one may have all.
+        let memory = TokenMemory::new(16 * (LIST_BYTES + TOKEN_BYTES), shares.floors().clone(), Counter::default());
+        let mut first = fill(&memory, 1);
+        assert_eq!(first.len(), 16);
+        first.truncate(12);
+        shares.join(namespace(1), peer(1));
+        shares.join(namespace(2), peer(2));
+        assert!(memory.keep(&namespace(1), vec![1]).is_none(), "beyond its floor");
+        assert_eq!(fill(&memory, 2).len(), 4);
     }
 
     #[test]

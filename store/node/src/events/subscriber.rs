@@ -428,6 +428,8 @@ mod tests {
     async fn snapshot_has_no_gap_although_the_batches_since_its_begin_are_not_kept() {
         /// Batches of each step of the walk. The node keeps these, but not twice as many.
         const BATCHES: u64 = 200;
+        /// Batches after the walk, while those before its end are sent.
+        const LATE: u64 = 2;
         let server = server_with(NodeOptions { kv_events_l3: true, ..NodeOptions::default() });
         lose_batch_0(&server);
         let append_batches = || (0..BATCHES).for_each(|_| server.batches.append(vec![3; 60_000]));
@@ -442,8 +444,11 @@ mod tests {
         }
         append_batches();
         assert!(server.batches.numbers().start > first);
-        for number in first + BATCHES..first + 2 * BATCHES {
+        for number in first + BATCHES..first + 2 * BATCHES + LATE {
             assert_eq!(next_number(&mut connection).await, number.to_be_bytes());
+            if number == first + BATCHES {
+                (0..LATE).for_each(|_| server.batches.append(vec![3]));
+            }
         }
         assert_eq!(next_number(&mut connection).await, END_OF_REPLAY);
         assert!(!connection.is_replaying());

@@ -1,5 +1,6 @@
 //! Subscribers over real sockets, in front of a store without a node.
 
+use super::seats::Seat;
 use super::*;
 use crate::devices::Devices;
 use crate::event_limits::SNAPSHOT_PAUSE_MIN;
@@ -12,7 +13,7 @@ use larder_format::{NamespaceId, PageId, PageKey, chunk_crcs};
 use larder_memory::Arena;
 use larder_runtime::Clock;
 use larder_wire::{CommitOutcome, PROTOCOL_VERSION, Reserved};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
@@ -390,6 +391,34 @@ async fn connection_without_a_subscription_or_a_request_is_closed() {
     assert_eq!(server.node.metrics.kv_events_connections_refused.get(), 5);
     used.send(4, b"\x04PING\0\0").await;
     assert_eq!(used.frame().await, (4, b"\x04PONG".to_vec()), "a subscriber may wait for ever");
+}
+
+/// Seats of strangers, each with an address of its own, until there is none left for another one.
+fn strangers(seats: &Arc<Seats>) -> Vec<Seat> {
+    let address = |number: u16| IpAddr::from((0x0a00_0000 | u32::from(number)).to_be_bytes());
+    (0..=u16::MAX).map_while(|number| seats.take(Peer::Address(address(number)))).collect()
+}
+
+#[tokio::test]
+async fn subscriptions_and_replays_make_a_peer_known() {
+    let server = server(PATIENCE);
+    let events = listen(&server, SocketKind::Pub).await;
+    let replays = listen(&server, SocketKind::Router).await;
+    let mut others = Vec::new();
+    for seats in [&server.subscribers, &server.replays] {
+        others.extend(strangers(seats));
+        assert!(seats.take(Peer::of(events)).is_none(), "unknown so far");
+    }
+    // The peer needs a seat for its first use.
+    others.clear();
+    let mut subscriber = Client::subscriber(events, "").await;
+    server.batches.append(vec![1]);
+    subscriber.message().await;
+    assert!(!Client::open(replays, b"DEALER").await.replay(0).await.is_empty());
+    for seats in [&server.subscribers, &server.replays] {
+        others.extend(strangers(seats));
+        assert!(seats.take(Peer::of(events)).is_some(), "a reserved seat");
+    }
 }
 
 #[tokio::test]
