@@ -165,14 +165,22 @@ mod tests {
 
     #[test]
     fn different_answers_and_damage_fail_the_run() {
+        let times = vec![Duration::from_millis(1)];
+        let figure = Figure { name: "a".into(), times, cached: 0.0, computed: None, bound: None };
         let mut report = Report::begin(None, false).unwrap();
+        report.figure(&figure).unwrap();
         assert!(report.compare_tokens("a", &[1, 2], &[1, 2]).unwrap());
         assert!(
             !report.compare_tokens("a", &[1, 2], &[1, 3]).unwrap() && !report.compare_tokens("a", &[], &[]).unwrap()
         );
         assert!(report.end().is_err());
         let mut report = Report::begin(None, true).unwrap();
+        report.figure(&figure).unwrap();
         assert!(!report.compare_tokens("a", &[1, 2], &[1, 2]).unwrap());
+        assert!(report.end().is_err());
+        let mut report = Report::begin(None, false).unwrap();
+        report.figure(&figure).unwrap();
+        report.end().unwrap();
     }
 
     #[test]
