@@ -64,18 +64,18 @@ impl Arena {
         Ok(Arc::new(Arena { extents: Mutex::new(extents), private, mapping }))
     }
 
-    /// Allocates an exclusive slot of `len` bytes. Returns `None` if no free extent is long enough.
+    /// Allocates an exclusive slot of `len` bytes, less than 4 GiB. Returns `None` if no free
+    /// extent is long enough.
     ///
     /// The slot contains the bytes of an earlier owner. Only the padding behind `len` is zeroed,
     /// because a device writes it to disk.
     pub fn allocate(self: &Arc<Self>, len: usize) -> Option<SlotMut> {
         let capacity = len.max(1).checked_next_multiple_of(UNIT_BYTES)?;
+        let len = u32::try_from(len).ok()?;
         let start = self.extents.lock().allocate((capacity / UNIT_BYTES) as u64)?;
-        // Both fit: `with` bounds the units of an arena.
-        let extent = Extent { arena: self.clone(), first: start as u32, units: (capacity / UNIT_BYTES) as u32 };
-        let mut slot = SlotMut { extent, len: capacity };
-        slot[len..].fill(0);
-        slot.len = len;
+        // It fits: `with` bounds the units of an arena.
+        let mut slot = SlotMut { extent: Extent { arena: self.clone(), first: start as u32, len } };
+        slot.whole()[len as usize..].fill(0);
         Some(slot)
     }
 
@@ -144,12 +144,15 @@ impl std::fmt::Debug for Arena {
 /// them.
 struct Extent {
     arena: Arc<Arena>,
+    /// First unit.
     first: u32,
-    units: u32,
+    /// Bytes in use. The extent has as few units as hold them, and at least one.
+    len: u32,
 }
 
-// L2 has one of these per page.
-const _: () = assert!(size_of::<SlotMut>() <= 24);
+// L2 has one of these per page. With the count of its `Arc` and the allocator's header it takes 32
+// bytes.
+const _: () = assert!(size_of::<SlotMut>() <= 16);
 
 impl Extent {
     /// Bytes from the start of the mapping.
@@ -159,7 +162,7 @@ impl Extent {
 
     /// Length in bytes, a multiple of [`UNIT_BYTES`].
     fn capacity(&self) -> usize {
-        self.units as usize * UNIT_BYTES
+        (self.len.max(1) as usize).next_multiple_of(UNIT_BYTES)
     }
 
     fn pointer(&self) -> NonNull<u8> {
@@ -172,14 +175,13 @@ impl Extent {
 impl Drop for Extent {
     fn drop(&mut self) {
         // Tasks of many threads drop slots. The lock covers the allocator only, never page content.
-        self.arena.extents.lock().release(self.first.into(), self.units.into());
+        self.arena.extents.lock().release(self.first.into(), (self.capacity() / UNIT_BYTES) as u64);
     }
 }
 
 /// Exclusive memory of the arena. Dropping it returns the memory to the arena.
 pub struct SlotMut {
     extent: Extent,
-    len: usize,
 }
 
 impl SlotMut {
@@ -200,12 +202,12 @@ impl SlotMut {
     /// If `at` is not a multiple of the unit strictly inside the slot.
     pub fn split_at(self, at: usize) -> (SlotMut, SlotMut) {
         assert!(at.is_multiple_of(UNIT_BYTES) && 0 < at && at < self.extent.capacity(), "split inside the slot");
-        let SlotMut { extent, len } = self;
-        let mut head = extent;
-        let units = (at / UNIT_BYTES) as u32;
-        let tail = Extent { arena: head.arena.clone(), first: head.first + units, units: head.units - units };
-        head.units = units;
-        (SlotMut { extent: head, len: len.min(at) }, SlotMut { extent: tail, len: len.saturating_sub(at) })
+        let SlotMut { extent: mut head } = self;
+        // The slot ends in its last unit, so `at` is less than its length and fits too.
+        let (first, len) = (head.first + (at / UNIT_BYTES) as u32, head.len - at as u32);
+        let tail = Extent { arena: head.arena.clone(), first, len };
+        head.len = at as u32;
+        (SlotMut { extent: head }, SlotMut { extent: tail })
     }
 
     /// Returns all memory of the slot, in whole units.
@@ -230,20 +232,20 @@ impl Deref for SlotMut {
     fn deref(&self) -> &[u8] {
         // SAFETY: the mapping is initialized memory and lives as long as the extent. This slot
         // alone owns the extent, and `&self` excludes a writer.
-        unsafe { std::slice::from_raw_parts(self.extent.pointer().as_ptr(), self.len) }
+        unsafe { std::slice::from_raw_parts(self.extent.pointer().as_ptr(), self.extent.len as usize) }
     }
 }
 
 impl DerefMut for SlotMut {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above; `&mut self` makes this the only reference into the extent.
-        unsafe { std::slice::from_raw_parts_mut(self.extent.pointer().as_ptr(), self.len) }
+        unsafe { std::slice::from_raw_parts_mut(self.extent.pointer().as_ptr(), self.extent.len as usize) }
     }
 }
 
 impl std::fmt::Debug for SlotMut {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SlotMut").field("offset", &self.extent.offset()).field("len", &self.len).finish()
+        f.debug_struct("SlotMut").field("offset", &self.extent.offset()).field("len", &self.extent.len).finish()
     }
 }
 
@@ -328,6 +330,17 @@ mod tests {
     }
 
     #[test]
+    fn empty_slot_takes_a_unit_and_returns_it() {
+        let arena = Arena::new(2 * UNIT_BYTES).unwrap();
+        let slot = arena.allocate(0).unwrap();
+        assert_eq!((slot.len(), slot.capacity(), arena.used()), (0, UNIT_BYTES, UNIT_BYTES));
+        let shared = slot.freeze();
+        assert_eq!((shared.len(), shared.whole().len()), (0, UNIT_BYTES));
+        drop(shared);
+        assert_eq!((arena.used(), arena.largest_free()), (0, 2 * UNIT_BYTES));
+    }
+
+    #[test]
     fn slots_are_disjoint_and_padding_is_zero() {
         let arena = Arena::new(1 << 20).unwrap();
         arena.allocate(1 << 20).unwrap().fill(0xff);
@@ -337,9 +350,8 @@ mod tests {
         }
         for (i, slot) in slots.into_iter().enumerate() {
             assert!(slot.iter().all(|&b| b == i as u8), "slot {i}");
-            let (len, mut whole) = (slot.len(), slot);
-            whole.len = whole.capacity();
-            assert!(whole[len..].iter().all(|&b| b == 0));
+            let (len, mut slot) = (slot.len(), slot);
+            assert!(slot.whole()[len..].iter().all(|&b| b == 0));
         }
     }
 

@@ -31,7 +31,7 @@ impl SlotMut {
     /// If the lengths do not add up to the length of the slot.
     pub fn into_parts(self, lengths: &[usize]) -> Vec<SlotPartMut> {
         let total = lengths.iter().try_fold(0, |sum: usize, &length| sum.checked_add(length));
-        assert_eq!(total, Some(self.len), "parts tile the slot");
+        assert_eq!(total, Some(self.len()), "parts tile the slot");
         // From here on, the slot's bytes are reached only through parts, or through `Slot::join`
         // once no part is writable.
         let whole = Arc::new(self);
@@ -94,7 +94,7 @@ impl Slot {
             }
             end = part.range.end;
         }
-        (end == whole.len).then(|| Slot { shared: whole.clone() })
+        (end == whole.len()).then(|| Slot { shared: whole.clone() })
     }
 }
 
