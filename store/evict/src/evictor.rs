@@ -14,15 +14,17 @@
 //!
 //! A page is *evictable* if it has no pins and no resident children. Exactly the evictable pages
 //! are offered: to the policy, or in the order of soft-pinned pages, and in the list of their
-//! namespace. Offered pages with a deadline are also in the order of deadlines. Every change of
+//! namespace. Of the pages with a deadline, only the offered ones can expire. Every change of
 //! pins and children passes through [`Evictor::update_offer`], which maintains this.
 
+mod deadlines;
 mod namespaces;
 
 use crate::policy::{Advice, Arrival, Policy, Removal, Slot, Stamp, TICKS_PER_MS};
 use crate::push_tight;
+use deadlines::{DEADLINE_END, Deadlines};
 use namespaces::{Links, ListEnd, Namespaces};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use thiserror::Error;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -57,7 +59,7 @@ pub struct NewPage<T> {
     pub position: u32,
     pub bytes: u32,
     /// Expiry on the caller's clock, in milliseconds. The evictor limits it to the parent's
-    /// deadline.
+    /// deadline. From 2^63 - 1 on it counts as none.
     pub deadline_ms: Option<u64>,
     /// The policy may refuse the page. Otherwise it is admitted as far as the rules allow.
     pub may_refuse: bool,
@@ -131,7 +133,7 @@ impl Flags {
     const OFFERED: Flags = Flags(1 << 2);
     /// The page was touched since it came, or since the clock last passed over it.
     const TOUCHED: Flags = Flags(1 << 3);
-    /// `deadline_of` has its deadline.
+    /// `deadlines` has its deadline.
     const EXPIRES: Flags = Flags(1 << 4);
 
     fn has(self, flag: Flags) -> bool {
@@ -168,9 +170,7 @@ pub struct Evictor<T, P> {
     empty: Vec<Slot>,
     namespaces: Namespaces,
     soft: BTreeSet<(Stamp, Slot)>,
-    deadlines: BTreeSet<(u64, Slot)>,
-    /// Deadline of each resident page that has one.
-    deadline_of: BTreeMap<Slot, u64>,
+    deadlines: Deadlines,
 }
 
 impl<T: Copy, P: Policy> Evictor<T, P> {
@@ -184,8 +184,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             empty: Vec::new(),
             namespaces: Namespaces::default(),
             soft: BTreeSet::new(),
-            deadlines: BTreeSet::new(),
-            deadline_of: BTreeMap::new(),
+            deadlines: Deadlines::default(),
         }
     }
 
@@ -279,8 +278,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     /// Returns the deadline of a page, `u64::MAX` if it does not expire.
     pub fn deadline_ms(&self, handle: PageHandle) -> Option<u64> {
         let page = self.page(handle)?;
-        let deadline_ms =
-            if page.flags.has(Flags::EXPIRES) { self.deadline_of.get(&handle.slot).copied() } else { None };
+        let deadline_ms = if page.flags.has(Flags::EXPIRES) { self.deadlines.get(handle.slot) } else { None };
         Some(deadline_ms.unwrap_or(u64::MAX))
     }
 
@@ -331,10 +329,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
     /// Takes out the expired pages that no pin or child holds. [`Evictor::insert`] begins with
     /// this.
     pub fn expire(&mut self, now_ms: u64, evicted: &mut Vec<Evicted<T>>) {
-        while let Some(&(deadline_ms, slot)) = self.deadlines.first() {
-            if now_ms < deadline_ms {
-                break;
-            }
+        while let Some(slot) = self.deadlines.due(now_ms) {
             self.evict(slot, EvictionReason::Expired, evicted);
         }
     }
@@ -419,7 +414,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         if u64::from(page.bytes) > most {
             return Err(InsertError::TooLarge { bytes: page.bytes, most });
         }
-        let own_ms = page.deadline_ms.unwrap_or(u64::MAX);
+        let own_ms = page.deadline_ms.filter(|deadline_ms| *deadline_ms < DEADLINE_END).unwrap_or(u64::MAX);
         let deadline_ms = match page.parent {
             Some(parent) => self.deadline_ms(parent).ok_or(InsertError::ParentGone)?.min(own_ms),
             None => own_ms,
@@ -505,9 +500,10 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
             pins: 0,
             flags: Flags::RESIDENT,
         };
+        self.deadlines.extend_to(slot);
         if deadline_ms != u64::MAX {
             page.flags.set(Flags::EXPIRES, true);
-            self.deadline_of.insert(slot, deadline_ms);
+            self.deadlines.insert(slot, deadline_ms);
         }
         match self.pages.get_mut(slot.index()) {
             Some(empty) => *empty = page,
@@ -532,7 +528,7 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         let bytes = u64::from(page.bytes);
         let namespace = page.namespace;
         if page.flags.has(Flags::EXPIRES) {
-            self.deadline_of.remove(&slot);
+            self.deadlines.remove(slot);
         }
         self.used_bytes -= bytes;
         self.namespaces.update(namespace, |usage| usage.used_bytes -= bytes);
@@ -579,10 +575,8 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         } else {
             self.policy.offer(slot);
         }
-        if page.flags.has(Flags::EXPIRES)
-            && let Some(deadline_ms) = self.deadline_of.get(&slot)
-        {
-            self.deadlines.insert((*deadline_ms, slot));
+        if page.flags.has(Flags::EXPIRES) {
+            self.deadlines.offer(slot);
         }
     }
 
@@ -597,10 +591,8 @@ impl<T: Copy, P: Policy> Evictor<T, P> {
         } else {
             self.policy.withdraw(slot);
         }
-        if page.flags.has(Flags::EXPIRES)
-            && let Some(deadline_ms) = self.deadline_of.get(&slot)
-        {
-            self.deadlines.remove(&(*deadline_ms, slot));
+        if page.flags.has(Flags::EXPIRES) {
+            self.deadlines.withdraw(slot);
         }
     }
 }
