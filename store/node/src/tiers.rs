@@ -94,7 +94,7 @@ const FLOORS_PER_JOIN: usize = 512;
 /// The arena hands out slots in multiples of this many bytes.
 pub(crate) const SLOT_UNIT: usize = 4096;
 /// Memory of a page in DRAM beside its payload, in bytes: indices, metadata with checksums, and the
-/// allocator's share. The example `l2_memory` measures 295, and an expiry adds some 100.
+/// allocator's share. The example `l2_memory` measures 275, and an expiry adds less than 100.
 pub(crate) const PAGE_MEMORY_BYTES: u64 = 416;
 const DRAIN_PROGRESS: Duration = Duration::from_secs(5);
 
